@@ -1,0 +1,1 @@
+"""The files that travel inside a checkpoint: flat, and with no import but torch, transformers and each other."""

@@ -1,0 +1,352 @@
+"""The linearized attention of one layer: the module that owns the new parameters, the attention function, the mixin.
+
+Legend: B batch, H query heads, G key/value heads, T tokens, D head size, Dv value size, Q selected queries.
+
+`linearize_(module, ...)` turns a stock attention module into a linearized one by exchanging its class: the stock `forward` goes
+on doing projections, q/k norms, rotary embedding and output projection, and calls the attention function "linearized".
+"""
+
+import copy
+import math
+import sys
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import initialization as init
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .cache import LinearizedLayer, claim_cache_layer, find_cache
+from .feature_maps import FEATURE_MAPS
+from .ops import Hybrid, advance, empty_state, hybrid_chunked, hybrid_packed, hybrid_quadratic, hybrid_step
+
+IMPLEMENTATION = "linearized"
+START_WEIGHT = 0.1  # of the window's best key, against linear weights of order 1 (Zhang et al. 2024)
+
+
+class LinearizedHeads(nn.Module):
+    """Every new parameter of one attention layer: state-dict prefix `...self_attn.linearized.`, always fp32.
+
+    All that touches these parameters happens inside `forward`, where the hooks of accelerate, PEFT and FSDP act.
+    """
+
+    def __init__(self, section, layer_idx, device=None):
+        super().__init__()
+        shape = section.geometry[str(layer_idx)]
+        if section.feature_map not in FEATURE_MAPS:
+            known = ", ".join(FEATURE_MAPS)
+            raise ValueError(f"convert.feature_map: {section.feature_map!r} is not known; choose one of {known}")
+        self.window, self.sinks, self.mixing = section.window, section.sinks, section.mixing
+        self.num_heads = shape["num_heads"]
+        self.state_heads = shape["num_key_value_heads"] if section.k_map == "kv_head" else self.num_heads
+        make = FEATURE_MAPS[section.feature_map]
+        options = dict(scaling=shape["scaling"], seed=section.seed + layer_idx)
+        with torch.device(device or "cpu"):
+            self.feature_map_q = make(self.num_heads, shape["qk_dim"], section.feature_dim, **options)
+            self.feature_map_k = make(self.state_heads, shape["qk_dim"], section.feature_dim, **options)
+            if self.mixing == "lolcats":
+                self.gate = nn.Parameter(torch.empty(self.num_heads))
+            else:
+                # an unbiased estimator of exp(score) has no free scale against exp(score)
+                learned = not (self.mixing == "kernel" and section.feature_map == "favor")
+                self.beta = nn.Parameter(torch.empty(self.num_heads), requires_grad=learned)
+            if self.mixing == "calibrated":
+                self.alpha = nn.Parameter(torch.empty(self.num_heads))
+        self.float()
+
+    def reset_parameters(self):
+        """Start values; tensors that were just loaded are left alone."""
+        self.feature_map_q.reset_parameters()
+        self.feature_map_k.reset_parameters()
+        if self.mixing == "lolcats":
+            init.constant_(self.gate, math.log(START_WEIGHT / (1 - START_WEIGHT)))
+        else:
+            init.constant_(self.beta, math.log(START_WEIGHT) if self.mixing == "calibrated" else 0.0)
+        if self.mixing == "calibrated":
+            init.zeros_(self.alpha)
+
+    def operator(self, *, scaling, softcap=None, sink_logit=None, window=True, linear=True):
+        """The operator with this layer's parameters; window=False hands every key to the linear part."""
+        if not (window or linear):
+            raise ValueError("branches: window and linear are both off; a layer needs one of them")
+        if self.mixing == "lolcats":
+            beta, alpha = nn.functional.logsigmoid(self.gate), torch.zeros_like(self.gate)
+        else:
+            beta = self.beta
+            alpha = self.alpha if self.mixing == "calibrated" else torch.ones_like(beta)
+        return Hybrid(
+            phi_q=self.feature_map_q,
+            phi_k=self.feature_map_k,
+            beta=beta,
+            alpha=alpha,
+            window=self.window if window else 0,
+            sinks=self.sinks if window else 0,
+            scaling=scaling,
+            state_heads=self.state_heads,
+            log_space=self.feature_map_q.log_space,
+            softcap=softcap,
+            sink_logit=sink_logit if window else None,
+            linear=linear,
+        )
+
+    def forward(self, q, k, v, *, valid=None, documents=None, queries=None, cache_layer=None, **operator):
+        """Attention outputs of one layer.
+
+        Args:
+            q: [B, H, T, D] queries, after the rotary embedding.
+            k: [B, G, T, D] keys.
+            v: [B, G, T, Dv] values.
+            valid: [B, T] bool, False for padding; None if all tokens are real.
+            documents: [B, T] int, the document of each token; None if every row is one document.
+            queries: [B, Q] indices into T; only these rows are computed, by the definition.
+            cache_layer: a LinearizedLayer that holds what came before, and is advanced.
+            operator: scaling, softcap, sink_logit, window, linear; see `operator`.
+
+        Returns:
+            [B, H, T, Dv], or ops.Rows if queries are given.
+        """
+        op = self.operator(**operator)
+        if queries is not None:
+            return hybrid_quadratic(op, q, k, v, valid=valid, documents=documents, queries=queries)
+        start = empty_state(op, q, k, v, self.feature_map_k.num_features)
+        if cache_layer is None:
+            if documents is None:
+                return hybrid_chunked(op, q, k, v, start, valid=valid)[0]
+            return hybrid_packed(op, q, k, v, start, valid=valid, documents=documents)
+        settings = (op.window, op.sinks, op.linear)
+        if cache_layer.settings not in (None, settings):
+            raise ValueError(
+                "this cache was filled with other branches (window, sinks, linear = "
+                f"{cache_layer.settings}, now {settings}); start from an empty cache"
+            )
+        cache_layer.settings = settings
+
+        def replay(state, *tokens):
+            return advance(op, start if state is None else state, *tokens)
+
+        state = cache_layer.read(replay) or start
+        if q.shape[2] == 1 and valid is None:
+            out, state = hybrid_step(op, q, k, v, state)
+        else:
+            out, state = hybrid_chunked(op, q, k, v, state, valid=valid)
+        cache_layer.write(state, k, v, valid)
+        return out
+
+
+# ------------------------------------------------------------------------------------------------ attention function
+def padding_of(mask, B, T, past):
+    """Which of the current tokens are real, [B, T] bool, from whatever mask reaches the layer; None if all are.
+
+    2D masks are sliced; in a 4D mask a token is real if it may attend to itself. past is the number of earlier tokens, or None.
+    """
+    if mask is None:
+        return None
+    if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4):
+        raise NotImplementedError(
+            f"attention_mask: {type(mask).__name__} is not supported by linearized layers; load the model with "
+            'attn_implementation="sdpa" or "eager"'
+        )
+    compiling = torch.compiler.is_compiling()
+    if T == 1 and past and compiling:
+        return None  # a decoded token is never padding, and the diagonal would recompile at every step
+    if mask.ndim == 2:
+        valid = mask[:, -T:].bool()
+    else:
+        width = mask.shape[-1]
+        # a static cache gives as many columns as it can hold, with this chunk at [past, past + T)
+        offset = past if past is not None and past + T <= width else width - T
+        valid = torch.diagonal(mask[:, 0], offset=offset, dim1=1, dim2=2)[:, :T]
+        valid = valid if valid.dtype == torch.bool else valid == 0
+    if not compiling and valid.device.type == "cpu" and bool(valid.all()):
+        return None
+    return valid.expand(B, T)
+
+
+def documents_of(position_ids, seq_idx, cu_seq_lens, B, T, device):
+    """Which document each token belongs to, [B, T] int, from what the caller passed; None if there is one per row.
+
+    In this order: seq_idx [B, T]; cu_seq_lens [n + 1] for one row; position_ids [B, T], which break where they do not go up
+    by one.
+    """
+    if seq_idx is not None:
+        documents = seq_idx.expand(B, T)
+    elif cu_seq_lens is not None:
+        documents = torch.bucketize(torch.arange(T, device=device), cu_seq_lens[1:].to(device), right=True)[None]
+        if B != 1:
+            raise ValueError(f"cu_seq_lens_q describes one packed row, but the batch has {B}; pass seq_idx [B, T]")
+    elif position_ids is not None and position_ids.ndim == 2 and position_ids.shape[1] == T and T > 1:
+        steps = position_ids.diff(dim=1) != 1
+        if torch.compiler.is_compiling():
+            torch._assert_async(~steps.any(), "packed documents cannot be compiled: run them without torch.compile")
+            return None
+        documents = nn.functional.pad(steps.long(), (1, 0)).cumsum(1).expand(B, T)
+    else:
+        return None
+    return documents if bool((documents != documents[:, :1]).any()) else None
+
+
+def softmax_attention(module):
+    """The attention function that the unmodified model would use here."""
+    name = module.base_config._attn_implementation
+    stock = next(c for c in type(module).__mro__ if not getattr(c, "is_linearized_attention", False))
+    eager = getattr(sys.modules[stock.__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface("sdpa" if name == IMPLEMENTATION else name, eager)
+
+
+def linearized_attention(module, *args, **kwargs):
+    """Only dispatches: the name is global, while each module brings its own version of the code."""
+    return module.attend(*args, **kwargs)
+
+
+def padding_mask(batch_size, q_length, kv_length, attention_mask=None, **kwargs):
+    """Mask function for models whose every layer is linearized: the 2D padding mask itself."""
+    return attention_mask
+
+
+AttentionInterface.register(IMPLEMENTATION, linearized_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, padding_mask)
+
+
+class LinearizedAttentionMixin:
+    """Stands in front of a stock attention class; see `linearize_`.
+
+    linearize_mode: "linear" the converted layer; "softmax" the original one, from the same weights; "transfer" the original
+    one, and linearize_observer is told what went in and came out.
+    """
+
+    is_linearized_attention = True
+    linearize_mode = "linear"
+    linearize_branches = (True, True)  # window, linear
+    linearize_observer = None
+
+    def forward(self, *args, **kwargs):
+        cache = find_cache(kwargs)
+        if cache is not None and self.linearize_mode == "linear":
+            kwargs["linearize_cache_layer"] = claim_cache_layer(cache, self.layer_idx)
+        elif cache is not None and len(cache.layers) > self.layer_idx:
+            if isinstance(cache.layers[self.layer_idx], LinearizedLayer):
+                raise ValueError(
+                    f"layer {self.layer_idx} of this cache holds a linear state; softmax attention cannot go on from it. "
+                    "Start from an empty cache."
+                )
+        return super().forward(*args, **kwargs)
+
+    def attend(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        scaling=None,
+        dropout=0.0,
+        softcap=None,
+        s_aux=None,
+        position_ids=None,
+        linearize_cache_layer=None,
+        **kwargs,
+    ):
+        B, _, T, D = query.shape
+        teacher = {"scaling": scaling, "position_ids": position_ids, **kwargs}
+        teacher.update({n: x for n, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None})
+        if self.linearize_mode == "softmax":
+            return softmax_attention(self)(self, query, key, value, attention_mask, dropout=dropout, **teacher)
+        scaling = D**-0.5 if scaling is None else scaling
+        layer = linearize_cache_layer
+        valid = padding_of(attention_mask, B, T, None if layer is None else layer.cumulative_length)
+        documents = None
+        if layer is None:
+            lens = kwargs.get("cu_seq_lens_q")
+            documents = documents_of(position_ids, kwargs.get("seq_idx"), lens, B, T, query.device)
+            if valid is not None and documents is not None and kwargs.get("seq_idx") is None:
+                documents = _merge_padding(documents, valid)
+        inputs = dict(scaling=scaling, softcap=softcap, valid=valid, documents=documents)
+        if self.linearize_mode == "transfer":
+            with torch.no_grad():
+                out, _ = softmax_attention(self)(self, query, key, value, attention_mask, dropout=0.0, **teacher)
+            self.linearize_observer(
+                self, query, key, value, out.transpose(1, 2), attention_mask=attention_mask, sink_logit=s_aux, **inputs
+            )
+            return out, None
+        window, linear = self.linearize_branches
+        out = self.linearized(
+            query, key, value, sink_logit=s_aux, window=window, linear=linear, cache_layer=layer, **inputs
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+
+def _merge_padding(documents, valid):
+    """Documents [B, T] without the borders that padding makes: a document begins where a real token follows a real one."""
+    border = documents[:, 1:] != documents[:, :-1]
+    border = border & valid[:, 1:] & valid[:, :-1]
+    merged = nn.functional.pad(border.long(), (1, 0)).cumsum(1)
+    return merged if bool(border.any()) else None
+
+
+# ------------------------------------------------------------------------------------------------ module surgery
+def linearized_class(cls):
+    """The class Linearized<cls>, made once and importable from this module."""
+    name = f"Linearized{cls.__name__}"
+    made = globals().get(name)
+    if made is None or made.__mro__[2] is not cls:
+        made = globals()[name] = type(name, (LinearizedAttentionMixin, cls), {"__module__": __name__})
+    return made
+
+
+def linearize_(module, section):
+    """Turns a stock attention module into a linearized one, in place; new parameters lie on the module's device."""
+    module.add_module("linearized", LinearizedHeads(section, module.layer_idx, next(module.parameters()).device))
+    module.base_config, module.config = module.config, copy.copy(module.config)
+    module.config._attn_implementation_internal = IMPLEMENTATION
+    module.__class__ = linearized_class(type(module))
+
+
+def linearized_modules(model):
+    """The converted attention modules of a model, {layer_idx: module}; also of a PeftModel."""
+    return {m.layer_idx: m for m in model.modules() if getattr(m, "is_linearized_attention", False)}
+
+
+@contextmanager
+def _set(model, **attributes):
+    modules = list(linearized_modules(model).values())
+    before = [{name: getattr(m, name) for name in attributes} for m in modules]
+    for m in modules:
+        for name, value in attributes.items():
+            setattr(m, name, value)
+    try:
+        yield model
+    finally:
+        for m, old in zip(modules, before):
+            for name, value in old.items():
+                setattr(m, name, value)
+
+
+def teacher(model):
+    """Context in which a converted model is the original one: softmax attention from the same weights.
+
+    On a model without converted layers it changes nothing.
+    """
+    return _set(model, linearize_mode="softmax")
+
+
+def branches(model, *, window=True, linear=True):
+    """Context in which one branch of every converted layer is off.
+
+    linear=False leaves the window and the sinks; window=False gives every key to the linear branch, so that rows stay
+    normalised.
+
+    Raises:
+        ValueError: both are off.
+    """
+    if not (window or linear):
+        raise ValueError("branches: window and linear are both off; a layer needs one of them")
+    return _set(model, linearize_branches=(window, linear))
+
+
+def transfer(model, observer):
+    """Context in which every converted layer runs the original attention and tells `observer` of it.
+
+    observer(module, q [B, H, T, D], k [B, G, T, D], v [B, G, T, Dv], out [B, H, T, Dv], *, attention_mask, scaling, softcap,
+    sink_logit, valid [B, T] or None, documents [B, T] or None) is called once per layer and forward.
+    """
+    return _set(model, linearize_mode="transfer", linearize_observer=observer)

@@ -1,0 +1,176 @@
+"""The constant-size cache layer, and how it takes its place in a cache that somebody else made.
+
+Legend: B batch, G key/value heads, T tokens, D head size.
+"""
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from .ops import State
+
+
+class LinearizedLayer(CacheLayerMixin):
+    """The memory of one linearized layer: a `State`, constant in size at any length.
+
+    `update`, which the stock attention calls, hands keys and values back unchanged; the attention function, which receives
+    this object, reads the state and advances it. Tensors change in place while no gradient is wanted (their addresses stay, as
+    CUDA graphs need), and are replaced otherwise.
+
+    Rollback (assisted decoding): while past recording is on, the state at the last crop is kept together with the keys and
+    values since. `crop(-n)` drops the last n of them; the next forward replays what is left.
+    """
+
+    is_compileable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, siblings=(), record_past=False):
+        super().__init__()
+        self.siblings = siblings  # the layer list of the owning cache
+        self.record_past = record_past
+        self.cumulative_length = 0
+        self.state, self.settings = None, None
+        self._base, self._log, self._stale = None, [], False
+
+    # ------------------------------------------------------------------------------------------ state
+    def read(self, advance):
+        """The current State, or None before the first token. advance(state, k, v, valid) -> State replays after a crop."""
+        if self._stale:
+            state = self._base
+            for k, v, valid in self._log:
+                state = advance(state, k, v, valid)
+            self.state, self._base, self._log, self._stale = state, state, [], False
+        return self.state
+
+    def write(self, state, k, v, valid):
+        """Stores the state after the tokens k [B, G, T, D], v, valid ([B, T] or None)."""
+        if self.record_past:
+            if not self._log:
+                self._base = self.state
+            self._log.append((k, v, valid))
+        if self.state is None or self.record_past or torch.is_grad_enabled():
+            self.state = state
+            if not (self.record_past or torch.is_grad_enabled() or torch.compiler.is_compiling()):
+                for tensor in state:
+                    torch._dynamo.mark_static_address(tensor)
+        else:
+            for old, new in zip(self.state, state):
+                old.copy_(new)
+        self.is_initialized, self.device = True, k.device
+        self.cumulative_length += k.shape[2]
+
+    def _map(self, function):
+        apply = lambda state: None if state is None else State(*map(function, state))  # noqa: E731
+        self.state, self._base = apply(self.state), apply(self._base)
+        self._log = [tuple(None if x is None else function(x) for x in entry) for entry in self._log]
+
+    # ------------------------------------------------------------------------------------------ CacheLayerMixin
+    def lazy_initialization(self, key_states, value_states):
+        """Nothing to do: the attention function makes the first state."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        return key_states, value_states
+
+    def get_seq_length(self):
+        return self.cumulative_length
+
+    def get_max_length(self):
+        return -1
+
+    get_max_cache_shape = get_max_length  # the abstract name in earlier releases of 5
+
+    def get_mask_sizes(self, query_length):
+        # One mask serves the whole model and may be sized by this layer: answer for the softmax layers that are left.
+        softmax = [x for x in self.siblings if isinstance(x, CacheLayerMixin) and not isinstance(x, LinearizedLayer)]
+        full = [x for x in softmax if not getattr(x, "is_sliding", False)] or softmax
+        return full[0].get_mask_sizes(query_length) if full else (query_length, self.cumulative_length)
+
+    def reset(self):
+        # The first State starts from zeros; shift is far below every feature. Refilled in place, addresses stay.
+        if self.state is not None and not self.record_past:
+            for name, tensor in zip(State._fields, self.state):
+                tensor.fill_(-1e30) if name == "shift" else tensor.zero_()
+        else:
+            self.state, self.is_initialized = None, False
+        self._base, self._log, self._stale = None, [], False
+        self.cumulative_length = 0
+
+    def reorder_cache(self, beam_idx):
+        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats):
+        self._map(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices):
+        self._map(lambda x: x[indices, ...])
+
+    def offload(self):
+        self._map(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self):
+        if self.state is not None and self.state.seen.device != self.device:
+            self._map(lambda x: x.to(self.device, non_blocking=True))
+
+    # ------------------------------------------------------------------------------------------ rollback
+    @property
+    def is_croppable(self):
+        return self.record_past
+
+    def activate_past_recording(self):
+        self.record_past = True
+
+    def crop(self, tokens_to_remove):
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number; an absolute length, "
+                "as in transformers before 5, is not supported"
+            )
+        if not self.record_past:
+            raise RuntimeError("crop: a constant-size state cannot be cropped; call activate_past_recording() before it is filled")
+        remove = -tokens_to_remove
+        held = sum(k.shape[2] for k, _, _ in self._log)
+        if remove > held:
+            raise RuntimeError(f"crop(-{remove}): only the {held} tokens since the last crop can be removed")
+        self.cumulative_length -= remove
+        if not remove:
+            if not self._stale:
+                self._base, self._log = None, []
+            return
+        while remove:
+            k, v, valid = self._log.pop()
+            keep = max(k.shape[2] - remove, 0)
+            remove -= k.shape[2] - keep
+            if keep:
+                self._log.append((k[:, :, :keep], v[:, :, :keep], None if valid is None else valid[:, :keep]))
+        self._stale = True
+
+
+def claim_cache_layer(cache, layer_idx):
+    """The LinearizedLayer of a cache: on first touch it replaces the layer that lies there, which must be empty."""
+    cache = getattr(cache, "self_attention_cache", cache)
+    while len(cache.layers) <= layer_idx:
+        cache.layers.append((cache.layer_class_to_replicate or DynamicLayer)())
+    layer = cache.layers[layer_idx]
+    if not isinstance(layer, LinearizedLayer):
+        if layer.is_initialized and int(layer.get_seq_length()) > 0:
+            raise ValueError(
+                f"layer {layer_idx} of this cache holds the keys and values of softmax attention; a linearized layer cannot go "
+                "on from them. Start from an empty cache."
+            )
+        layer = LinearizedLayer(cache.layers, record_past=getattr(layer, "record_past", False))
+        cache.layers[layer_idx] = layer
+    return layer
+
+
+def find_cache(kwargs):
+    """The cache among the arguments of an attention module, or None; an unknown kind of cache is refused."""
+    for name in ("cache", "past_key_values", "layer_past"):  # 5.24, up to 5.20, gpt_neox
+        cache = kwargs.get(name)
+        if isinstance(cache, Cache):
+            return cache
+        if cache is not None:
+            raise NotImplementedError(
+                f"{type(cache).__name__}: linearized layers keep a constant-size state and need a transformers Cache "
+                "(DynamicCache, StaticCache); continuous batching with paged caches is not supported. Use generate()."
+            )
+    return None

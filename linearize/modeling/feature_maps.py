@@ -1,0 +1,257 @@
+"""Feature maps phi: one class per map, and `FEATURE_MAPS`, the dict that names them.
+
+Legend: B batch, H heads, T tokens, D head size, F features.
+
+A map takes one tensor of queries or keys after the rotary embedding, [B, H, T, D], and returns [B, H, T, F]
+in fp32 (fp64 for fp64 input) whatever the dtype of its weights. Weights are per head. A map whose features are
+exponentials without a bound sets `log_space` and returns the *logarithms* of its features: the operator keeps
+the sums in range (see `ops`), so nothing overflows and nothing is clamped.
+
+`feature_dim` is the size of the learned or random projection; `num_features` is F, the size of the output.
+"""
+
+import math
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+
+class FeatureMap(nn.Module):
+    """Features [B, H, T, F] of queries or keys [B, H, T, D]."""
+
+    log_space = False  # True: forward returns log features
+    positive = "yes"  # "yes", or what else is known about the sign
+
+    def __init__(self, num_heads, head_dim, feature_dim=None, *, scaling=None, seed=0):
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.feature_dim = self.default_dim(head_dim) if feature_dim is None else feature_dim
+        self.scaling = head_dim**-0.5 if scaling is None else scaling
+        self.seed = seed
+        if self.feature_dim < 1:
+            raise ValueError(f"convert.feature_dim: {feature_dim} is not allowed; give a positive number or null")
+        self.build()
+
+    @staticmethod
+    def default_dim(head_dim):
+        return head_dim
+
+    def build(self):
+        """Creates the parameters, if the map has any."""
+
+    def reset_parameters(self):
+        """Sets the start values; tensors that were just loaded from a checkpoint are left alone."""
+
+    @property
+    def num_features(self):
+        return self.feature_dim
+
+    def forward(self, x):
+        raise NotImplementedError
+
+    def eye(self):
+        """The identity, cut or padded to [H, D, feature_dim]."""
+        return torch.eye(self.head_dim, self.feature_dim).expand(self.num_heads, -1, -1)
+
+    def extra_repr(self):
+        return f"heads={self.num_heads}, head_dim={self.head_dim}, features={self.num_features}"
+
+
+def _compute(x, *weights):
+    """The tensors in the dtype that features are computed in: fp32, or fp64 if the input is."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return tuple(t.to(dtype) for t in (x, *weights))
+
+
+class Hedgehog(FeatureMap):
+    """Two softmax halves, [softmax(xW), softmax(-xW)]: positive, each half sums to 1.
+
+    Zhang et al. 2024 (LoLCATs), arXiv:2410.10254, after the Hedgehog of arXiv:2402.04347. W [H, D, f] starts as the
+    identity, no bias; F = 2f.
+    Differs: f = D by default where the published checkpoints have D/2, which reads half of each rotary pair.
+    """
+
+    def build(self):
+        self.weight = nn.Parameter(torch.empty(self.num_heads, self.head_dim, self.feature_dim))
+
+    def reset_parameters(self):
+        init.copy_(self.weight, self.eye())
+
+    @property
+    def num_features(self):
+        return 2 * self.feature_dim
+
+    def forward(self, x):
+        x, weight = _compute(x, self.weight)
+        z = x @ weight  # [B, H, T, f]
+        return torch.cat([z.softmax(-1), (-z).softmax(-1)], dim=-1)
+
+
+class HedgehogExp(FeatureMap):
+    """The exponential with mirrored features, [exp(xW + b), exp(-xW - b)]: positive, unbounded, kept as logarithms.
+
+    Zhang et al. 2024 (Hedgehog), arXiv:2402.04347, section 4.2. W [H, D, f] starts as the identity, b [H, f] as zero;
+    F = 2f. Differs: q and k have weights of their own, and weights are per head.
+    """
+
+    log_space = True
+
+    def build(self):
+        self.weight = nn.Parameter(torch.empty(self.num_heads, self.head_dim, self.feature_dim))
+        self.bias = nn.Parameter(torch.empty(self.num_heads, self.feature_dim))
+
+    def reset_parameters(self):
+        init.copy_(self.weight, self.eye())
+        init.zeros_(self.bias)
+
+    @property
+    def num_features(self):
+        return 2 * self.feature_dim
+
+    def forward(self, x):
+        x, weight, bias = _compute(x, self.weight, self.bias)
+        z = x @ weight + bias[:, None]
+        return torch.cat([z, -z], dim=-1)
+
+
+class T2R(FeatureMap):
+    """relu(xW + b): non-negative, may be all zero.
+
+    Kasai et al. 2021 (T2R), arXiv:2103.13076, eq. 4. W [H, D, F] starts as the identity, b [H, F] as zero; F = D by
+    default.
+    """
+
+    positive = "non-negative"
+
+    def build(self):
+        self.weight = nn.Parameter(torch.empty(self.num_heads, self.head_dim, self.feature_dim))
+        self.bias = nn.Parameter(torch.empty(self.num_heads, self.feature_dim))
+
+    def reset_parameters(self):
+        init.copy_(self.weight, self.eye())
+        init.zeros_(self.bias)
+
+    def forward(self, x):
+        x, weight, bias = _compute(x, self.weight, self.bias)
+        return torch.relu(x @ weight + bias[:, None])
+
+
+class _Fixed(FeatureMap):
+    """A map without parameters: F = D."""
+
+    def build(self):
+        if self.feature_dim != self.head_dim:
+            name = next(n for n, c in FEATURE_MAPS.items() if c is type(self))
+            raise ValueError(
+                f"convert.feature_dim: {self.feature_dim} is not possible with feature_map {name!r}, which keeps the "
+                f"head size ({self.head_dim}); leave feature_dim out"
+            )
+
+
+class Elu1(_Fixed):
+    """elu(x) + 1: positive, no parameters, F = D.
+
+    Katharopoulos et al. 2020, arXiv:2006.16236, eq. 7. Computed as x + 1 for x > 0 and exp(x) otherwise, which stays
+    positive where expm1(x) + 1 rounds to zero.
+    """
+
+    def forward(self, x):
+        (x,) = _compute(x)
+        return torch.where(x > 0, x + 1, torch.exp(x.clamp(max=0)))
+
+
+class Relu(_Fixed):
+    """max(x, 0): non-negative, may be all zero, no parameters, F = D.
+
+    Positively homogeneous: a longer query scales all weights alike, so it cannot sharpen.
+    """
+
+    positive = "non-negative"
+
+    def forward(self, x):
+        (x,) = _compute(x)
+        return torch.relu(x)
+
+
+class Taylor(FeatureMap):
+    """The second-order expansion of exp on a projection: phi(q).phi(k) = 1 + s + s^2 / 2 >= 1/2, s = (q'P).(k'P).
+
+    Arora et al. 2024 (Based), arXiv:2402.18668, eq. 4. x' = x sqrt(scaling), P [H, D, d], d = 16 by default;
+    F = 1 + d + d (d + 1) / 2. Differs: equal second-order terms are merged, which gives the same kernel with 153 features
+    instead of 273 at d = 16; P is per head and learned, and starts as one random orthonormal basis for all heads, scaled
+    so that s keeps its expectation.
+    """
+
+    positive = "features signed, kernel at least 1/2"
+
+    @staticmethod
+    def default_dim(head_dim):
+        return min(16, head_dim)
+
+    def build(self):
+        if self.feature_dim > self.head_dim:
+            raise ValueError(
+                f"convert.feature_dim: {self.feature_dim} is larger than the head size {self.head_dim}, which is the "
+                "most that feature_map 'taylor' can project to"
+            )
+        self.weight = nn.Parameter(torch.empty(self.num_heads, self.head_dim, self.feature_dim))
+
+    def reset_parameters(self):
+        generator = torch.Generator().manual_seed(self.seed)
+        basis = torch.linalg.qr(torch.randn(self.head_dim, self.feature_dim, generator=generator))[0]
+        init.copy_(self.weight, (basis * math.sqrt(self.head_dim / self.feature_dim)).expand_as(self.weight))
+
+    @property
+    def num_features(self):
+        return 1 + self.feature_dim + self.feature_dim * (self.feature_dim + 1) // 2
+
+    def forward(self, x):
+        x, weight = _compute(x, self.weight)
+        y = x * math.sqrt(self.scaling) @ weight  # [B, H, T, d]
+        rows, cols = torch.triu_indices(self.feature_dim, self.feature_dim, offset=1, device=x.device)
+        return torch.cat([torch.ones_like(y[..., :1]), y, y * y / math.sqrt(2), y[..., rows] * y[..., cols]], dim=-1)
+
+
+class Favor(FeatureMap):
+    """Positive orthogonal random features, exp(Omega x' - |x'|^2 / 2) / sqrt(F): positive, unbounded, kept as logarithms.
+
+    Choromanski et al. 2021 (Performer, FAVOR+), arXiv:2009.14794, lemma 1 and section 2.4. x' = x sqrt(scaling), so that
+    E phi(q).phi(k) = exp(scaling q.k) with the model's own temperature. Omega [F, D] is shared by the heads and by q and k,
+    drawn from the seed and stored with the weights; F = 256 by default. Not trained. A baseline, not a map for quality: at
+    head size 128 the relative variance of the estimate is far above 1.
+    """
+
+    log_space = True
+
+    @staticmethod
+    def default_dim(head_dim):
+        return 256
+
+    def build(self):
+        self.register_buffer("omega", torch.empty(self.feature_dim, self.head_dim))
+
+    def reset_parameters(self):
+        generator = torch.Generator().manual_seed(self.seed)
+        size, blocks = self.head_dim, []
+        for _ in range(math.ceil(self.feature_dim / size)):
+            q, r = torch.linalg.qr(torch.randn(size, size, generator=generator))
+            lengths = torch.randn(size, size, generator=generator).norm(dim=1, keepdim=True)
+            blocks.append(q * r.diagonal().sign() * lengths)  # rows of a Haar matrix with chi(D) lengths
+        init.copy_(self.omega, torch.cat(blocks)[: self.feature_dim])
+
+    def forward(self, x):
+        x, omega = _compute(x, self.omega)
+        x = x * math.sqrt(self.scaling)
+        return x @ omega.mT - x.square().sum(-1, keepdim=True) / 2 - math.log(self.feature_dim) / 2
+
+
+FEATURE_MAPS = {
+    "hedgehog": Hedgehog,
+    "hedgehog_exp": HedgehogExp,
+    "t2r": T2R,
+    "elu1": Elu1,
+    "relu": Relu,
+    "taylor": Taylor,
+    "favor": Favor,
+}
