@@ -4,7 +4,7 @@ import warnings
 
 import torch
 from transformers import AttentionInterface
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from linearize.modeling.attention import LinearizedHeads
 from linearize.modeling.configuration_linearized import LinearizeConfig
@@ -152,6 +152,14 @@ def convert(
         ValueError: a family, layer or option that is not possible.
     """
     check_family(model.config)
+    expected = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
+    if not isinstance(model, expected):
+        raise ValueError(
+            f"{type(model).__name__} cannot be converted, but {expected.__name__} can; load it with AutoModelForCausalLM, "
+            "and merge adapters before (merge_and_unload)"
+        )
+    if len({p.device for p in model.parameters()}) > 1:
+        raise ValueError("the model is spread over several devices, or offloaded; load it onto one device and convert it there")
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError(
             "the model is quantized, and its weights cannot be taken over; load it dequantized "

@@ -163,6 +163,26 @@ def padding_of(mask, B, T, past):
     return valid.expand(B, T)
 
 
+def check_mask(mask, past):
+    """Refuses a 4D mask [B, 1, T, S] that hides more than padding and what is to come; past is the number of earlier tokens.
+
+    Raises:
+        NotImplementedError: such as for masks of packed documents, prefixes or trees.
+    """
+    T, width = mask.shape[2:]
+    offset = past if past + T <= width else width - T
+    allowed = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]  # [B, T, S]
+    real = torch.diagonal(allowed, offset=offset, dim1=1, dim2=2)[..., None]  # [B, T, 1]
+    causal = torch.ones(T, T, dtype=torch.bool, device=mask.device).tril() & real.mT
+    old = allowed[..., :offset]
+    expected = torch.cat([(old & real).any(1, keepdim=True).expand_as(old), causal], 2)
+    if mask.shape[1] != 1 or bool(((allowed[..., : offset + T] != expected) & real).any()):
+        raise NotImplementedError(
+            "attention_mask: a 4D mask may hide padding and later tokens only; linearized layers cannot keep single tokens apart. "
+            "For packed documents pass position_ids that restart, use_cache=False and no mask"
+        )
+
+
 def documents_of(position_ids, seq_idx, cu_seq_lens, B, T, device):
     """Which document each token belongs to, [B, T] int, from what the caller passed; None if there is one per row.
 
@@ -186,11 +206,15 @@ def documents_of(position_ids, seq_idx, cu_seq_lens, B, T, device):
     return documents if bool((documents != documents[:, :1]).any()) else None
 
 
+def stock_class(module):
+    """The class of a linearized attention module before it was one."""
+    return next(c for c in type(module).__mro__ if not getattr(c, "is_linearized_attention", False))
+
+
 def softmax_attention(module):
     """The attention function that the unmodified model would use here."""
     name = module.base_config._attn_implementation
-    stock = next(c for c in type(module).__mro__ if not getattr(c, "is_linearized_attention", False))
-    eager = getattr(sys.modules[stock.__module__], "eager_attention_forward", None)
+    eager = getattr(sys.modules[stock_class(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface("sdpa" if name == IMPLEMENTATION else name, eager)
 
 
@@ -232,6 +256,10 @@ class LinearizedAttentionMixin:
                 )
         return super().forward(*args, **kwargs)
 
+    def __reduce__(self):
+        """Pickled and copied by way of the stock class: the class of this module may not exist yet where it is read."""
+        return _restore, (stock_class(self),), self.__dict__
+
     def attend(
         self,
         query,
@@ -255,11 +283,13 @@ class LinearizedAttentionMixin:
         layer = linearize_cache_layer
         valid = padding_of(attention_mask, B, T, None if layer is None else layer.cumulative_length)
         documents = None
+        seq_idx, cu_seq_lens = kwargs.get("seq_idx"), kwargs.get("cu_seq_lens_q")
         if layer is None:
-            lens = kwargs.get("cu_seq_lens_q")
-            documents = documents_of(position_ids, kwargs.get("seq_idx"), lens, B, T, query.device)
-            if valid is not None and documents is not None and kwargs.get("seq_idx") is None:
+            documents = documents_of(position_ids, seq_idx, cu_seq_lens, B, T, query.device)
+            if valid is not None and documents is not None and seq_idx is None:
                 documents = _merge_padding(documents, valid)
+        elif seq_idx is not None or cu_seq_lens is not None:
+            raise ValueError("seq_idx, cu_seq_lens: a cache cannot hold packed documents; pass use_cache=False")
         inputs = dict(scaling=scaling, softcap=softcap, valid=valid, documents=documents)
         if self.linearize_mode == "transfer":
             with torch.no_grad():
@@ -291,6 +321,10 @@ def linearized_class(cls):
     if made is None or made.__mro__[2] is not cls:
         made = globals()[name] = type(name, (LinearizedAttentionMixin, cls), {"__module__": __name__})
     return made
+
+
+def _restore(cls):
+    return linearized_class(cls).__new__(linearized_class(cls))
 
 
 def linearize_(module, section):

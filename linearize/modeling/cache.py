@@ -40,24 +40,32 @@ class LinearizedLayer(CacheLayerMixin):
             for k, v, valid in self._log:
                 state = advance(state, k, v, valid)
             self.state, self._base, self._log, self._stale = state, state, [], False
-        return self.state
+        return self.state if self.cumulative_length else None
 
     def write(self, state, k, v, valid):
         """Stores the state after the tokens k [B, G, T, D], v, valid ([B, T] or None)."""
         if self.record_past:
             if not self._log:
-                self._base = self.state
+                self._base = self.state if self.cumulative_length else None
             self._log.append((k, v, valid))
-        if self.state is None or self.record_past or torch.is_grad_enabled():
+        if self.record_past or torch.is_grad_enabled():
             self.state = state
-            if not (self.record_past or torch.is_grad_enabled() or torch.compiler.is_compiling()):
-                for tensor in state:
-                    torch._dynamo.mark_static_address(tensor)
-        else:
+        elif self._fits(state):
             for old, new in zip(self.state, state):
                 old.copy_(new)
+        else:  # own memory: these tensors are views into those of the whole prompt
+            self.state = State(*(tensor.clone() for tensor in state))
+            if not torch.compiler.is_compiling():
+                for tensor in self.state:
+                    torch._dynamo.mark_static_address(tensor)
         self.is_initialized, self.device = True, k.device
         self.cumulative_length += k.shape[2]
+
+    def _fits(self, state):
+        """Whether `state` can be written into the tensors that are there."""
+        if self.state is None or self.state.S.shape != state.S.shape:
+            return False
+        return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not self.state.S.is_inference()
 
     def _map(self, function):
         apply = lambda state: None if state is None else State(*map(function, state))  # noqa: E731
@@ -86,14 +94,9 @@ class LinearizedLayer(CacheLayerMixin):
         return full[0].get_mask_sizes(query_length) if full else (query_length, self.cumulative_length)
 
     def reset(self):
-        # The first State starts from zeros; shift is far below every feature. Refilled in place, addresses stay.
-        if self.state is not None and not self.record_past:
-            for name, tensor in zip(State._fields, self.state):
-                tensor.fill_(-1e30) if name == "shift" else tensor.zero_()
-        else:
-            self.state, self.is_initialized = None, False
+        # the tensors stay, and so do their addresses; at length 0 nobody reads them
         self._base, self._log, self._stale = None, [], False
-        self.cumulative_length = 0
+        self.cumulative_length, self.settings, self.is_initialized = 0, None, False
 
     def reorder_cache(self, beam_idx):
         self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
@@ -126,6 +129,8 @@ class LinearizedLayer(CacheLayerMixin):
                 "as in transformers before 5, is not supported"
             )
         if not self.record_past:
+            if not tokens_to_remove:
+                return
             raise RuntimeError("crop: a constant-size state cannot be cropped; call activate_past_recording() before it is filled")
         remove = -tokens_to_remove
         held = sum(k.shape[2] for k, _, _ in self._log)

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .attention import LinearizedHeads, linearize_, linearized_modules
+from .attention import LinearizedHeads, check_mask, linearize_, linearized_modules
 from .cache import claim_cache_layer
 from .configuration_linearized import LinearizeConfig
 
@@ -27,6 +27,9 @@ FAMILIES = (
 ).split()
 # families that do not hand their positions to the attention function
 NO_POSITIONS = ("llama4_text",)
+
+# what tells where on the hub, or in the local cache, files lie
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 _MADE = {}
 
@@ -43,8 +46,6 @@ def attention_modules(model):
 
 class LinearizedCausalLMMixin:
     """Stands in front of a stock causal LM class."""
-
-    _keep_in_fp32_modules_strict = {"linearized"}
 
     def __init__(self, config, *args, **kwargs):
         if config.linearize_config is None:
@@ -66,14 +67,22 @@ class LinearizedCausalLMMixin:
                 module.reset_parameters()
 
     def forward(self, *args, **kwargs):
-        arguments = self._signature.bind_partial(self, *args, **kwargs).arguments
+        bound = self._signature.bind_partial(self, *args, **kwargs).arguments
+        arguments = {**bound, **bound.get("kwargs", {})}
         if "position_ids" in self._signature.parameters and arguments.get("position_ids") is None:
             positions = _positions_from_mask(arguments.get("attention_mask"), arguments)
             if positions is not None:
                 kwargs["position_ids"] = positions
         elif arguments.get("attention_mask") is None:
             self._check_packing(arguments)
+        mask = arguments.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.ndim == 4 and not torch.compiler.is_compiling() and self._is_linear():
+            cache = _cache_of(arguments)
+            check_mask(mask, 0 if cache is None else int(cache.get_seq_length()))
         return super().forward(*args, **kwargs)
+
+    def _is_linear(self):
+        return any(m.linearize_mode == "linear" for m in linearized_modules(self).values())
 
     def _check_packing(self, arguments):
         """Refuses packed documents where they would leak: with a cache, or in a family that drops the positions."""
@@ -84,8 +93,7 @@ class LinearizedCausalLMMixin:
         if all(m.linearize_mode == "softmax" for m in modules) or not bool((positions.diff(dim=1) != 1).any()):
             return
         use_cache = arguments.get("use_cache")
-        cache = next((arguments[n] for n in ("cache", "past_key_values") if arguments.get(n) is not None), None)
-        if cache is not None or (self.config.use_cache if use_cache is None else use_cache):
+        if _cache_of(arguments) is not None or (self.config.use_cache if use_cache is None else use_cache):
             raise ValueError("position_ids restart, so these are packed documents, which a cache cannot hold; pass use_cache=False")
         if self.config.linearize_config["base_model_type"] in NO_POSITIONS:
             raise ValueError(
@@ -113,17 +121,26 @@ class LinearizedCausalLMMixin:
     init_continuous_batching = generate_batch
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        index = Path(save_directory, "model.safetensors.index.json")
-        index.unlink(missing_ok=True)  # of an earlier save in shards; a sharded save writes it anew
+        if kwargs.get("is_main_process", True):  # an earlier save in shards left its index
+            Path(save_directory, "model.safetensors.index.json").unlink(missing_ok=True)
         return super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
         config = kwargs.get("config")
+        if config is None:
+            config = cls.config_class.from_pretrained(
+                pretrained_model_name_or_path, **{name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+            )
         section = getattr(config, "linearize_config", None) or {}
         if section.get("delta"):
-            from linearize.checkpoint import load_adapter  # adapters need peft and the package
-
+            try:  # in a `try`, or transformers would ask every user of this file for the package
+                from linearize.checkpoint import load_adapter
+            except ImportError as error:
+                raise ImportError(
+                    f"{pretrained_model_name_or_path} holds an adapter and the new parameters only; putting them on the base model "
+                    "needs the package: pip install linearize"
+                ) from error
             model = load_adapter(pretrained_model_name_or_path, config, **kwargs)
             return (model, {"missing_keys": set(), "unexpected_keys": set()}) if output_loading_info else model
         if kwargs.get("tp_plan") is not None:
@@ -138,6 +155,10 @@ class LinearizedCausalLMMixin:
                 f"{missing[0]}. Load the softmax model and call linearize.convert(model) to start from it."
             )
         return (model, info) if output_loading_info else model
+
+
+def _cache_of(arguments):
+    return next((arguments[name] for name in ("cache", "past_key_values") if arguments.get(name) is not None), None)
 
 
 def _positions_from_mask(mask, arguments):
@@ -186,6 +207,7 @@ def family_classes(family):
             "__module__": __name__,
             "__doc__": f"{base_model.__name__} with linearized attention layers.",
             "config_class": config,
+            "_keep_in_fp32_modules_strict": ["linearized", *(base_model._keep_in_fp32_modules_strict or ())],
             "_signature": inspect.signature(base_model.forward),
             "forward": forward,
         },

@@ -94,7 +94,7 @@ class Rows(NamedTuple):
     """Rows of the definition for Q queries."""
 
     out: torch.Tensor  # [B, H, Q, Dv]
-    log_weights: torch.Tensor  # [B, H, Q, T], normalised; EMPTY or less where there is no weight
+    log_weights: torch.Tensor  # [B, H, Q, T], normalised; EMPTY where there is no weight
     linear_mass: torch.Tensor  # [B, H, Q], the share of the row's weight that is linear
 
 
@@ -169,8 +169,9 @@ def hybrid_quadratic(op, q, k, v, *, valid=None, documents=None, queries=None):
     log_a, extra = log_a[..., :T], log_a[..., T:]
     if op.linear:
         log_a = torch.where(linear, _linear_log_weights(op, q, k), log_a)
-    log_weights = log_a - torch.cat([log_a, extra], -1).logsumexp(-1, keepdim=True)
-    weights = log_weights.exp() * (log_a > EMPTY / 2)  # a row without any weight gives zero
+    total = torch.cat([log_a, extra], -1).logsumexp(-1, keepdim=True)
+    log_weights = torch.where(log_a > EMPTY / 2, log_a - total, EMPTY)  # all EMPTY in a row without any weight
+    weights = log_weights.exp()
     out = (_group(weights, G) @ v.to(wide).unsqueeze(2)).flatten(1, 2)
     return Rows(out.to(v.dtype), log_weights, (weights * linear).sum(-1))
 
@@ -197,9 +198,14 @@ def _linear_log_weights(op, q, k):
     return (_log(fq @ fk.mT.unsqueeze(2)) + scale).flatten(1, 2)
 
 
+def _counts(x):
+    """Where a sum of linear weights counts as one. Below about 1e-28 (fp32) it is zero: the gradient 1 / x would overflow."""
+    return x > torch.finfo(x.dtype).tiny ** 0.75
+
+
 def _log(x):
-    """log x, and EMPTY with a zero gradient where x is zero."""
-    return torch.where(x > 0, torch.where(x > 0, x, 1).log(), EMPTY)
+    """log x, and EMPTY with a zero gradient where x counts as zero."""
+    return torch.where(_counts(x), torch.where(_counts(x), x, 1).log(), EMPTY)
 
 
 # ------------------------------------------------------------------------------------------------ joining the parts
@@ -230,7 +236,7 @@ def _exact_part(op, q, k, v, mask, beta, alpha, sink_logit):
 
 def _linear_part(num, den, scale=0.0):
     """(output, log mass) from sums scaled by exp(-scale)."""
-    return num / torch.where(den > 0, den, 1), _log(den) + scale
+    return num / torch.where(_counts(den), den, 1), _log(den) + scale
 
 
 # ------------------------------------------------------------------------------------------------ recurrent form

@@ -1,0 +1,1 @@
+"""What a converted model is worth: perplexity, ablations against its teacher, speed."""

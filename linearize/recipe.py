@@ -1,0 +1,479 @@
+"""The recipe: one YAML file that says what a conversion is, checked before any model is touched.
+
+The schema mirrors the keyword arguments of the library functions, name for name and default for
+default (`tests/test_recipe.py` compares them). Nothing here knows about devices or processes: how a
+computer runs a recipe is said on the command line. Relative paths are relative to the current
+directory.
+"""
+
+import difflib
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+EMBEDDED_MODEL = "tiny-english"
+SELF = "self"
+HELD_OUT = "held_out"
+
+FeatureMap = Literal["hedgehog", "hedgehog_exp", "t2r", "elu1", "relu", "taylor", "favor"]
+Mixing = Literal["calibrated", "lolcats", "kernel"]
+KMap = Literal["kv_head", "q_head"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def _reject_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("is a switch, a number is needed")
+    return value
+
+
+def _as_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _as_sources(value: Any) -> Any:
+    values = value if isinstance(value, list | tuple) else [value]
+    if not values or not all(isinstance(item, str | Mapping | Section) for item in values):
+        raise ValueError("name files, globs or hub data sets, or 'self'")
+    return tuple(
+        item if isinstance(item, str) else SourceSection.model_validate(item) for item in values
+    )
+
+
+def _check_layers(value: Any) -> Any:
+    is_name = isinstance(value, str) and re.fullmatch(r"all|every:[1-9][0-9]*", value)
+    is_list = isinstance(value, list | tuple) and all(
+        type(item) is int and item >= 0 for item in value
+    )
+    if not is_name and not (is_list and value):
+        raise ValueError(
+            "use 'all', 'every:2' (layers 0, 2, 4, ...) or a list of layers such as [0, 1, 5]"
+        )
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_reject_bool), Field(ge=1)]
+Natural = Annotated[int, BeforeValidator(_reject_bool), Field(ge=0)]
+Positive = Annotated[float, BeforeValidator(_reject_bool), Field(gt=0)]
+Weight = Annotated[float, BeforeValidator(_reject_bool), Field(ge=0)]
+Fraction = Annotated[float, BeforeValidator(_reject_bool), Field(ge=0, lt=1)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
+Layers = Annotated[str | tuple[int, ...], BeforeValidator(_check_layers)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class ModelSection(Section):
+    """The pretrained softmax model that is converted."""
+
+    path: str = Field(
+        EMBEDDED_MODEL, description="Folder, hub name, or the embedded 'tiny-english'."
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
+    dtype: DType = Field(
+        "float32", description="Type of the weights; new parameters are always float32."
+    )
+    gguf_file: str | None = Field(None, description="A GGUF file inside `path`; it is dequantised.")
+    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
+
+
+class ConvertSection(Section):
+    """Which attention layers become linear, and into what."""
+
+    layers: Layers = Field("all", description="'all', 'every:n' (layers 0, n, 2n, ...) or a list.")
+    window: Count = Field(64, description="Keys that each query reads exactly, its own included.")
+    sinks: Natural = Field(4, description="First tokens that stay exact for ever.")
+    feature_map: FeatureMap = Field(
+        "hedgehog", description="Map of queries and keys in the linear part."
+    )
+    feature_dim: Count | None = Field(
+        None, description="Width of the features; null: the map's own choice."
+    )
+    mixing: Mixing = Field(
+        "calibrated", description="How exact and linear weights share one normaliser."
+    )
+    k_map: KMap = Field(
+        "kv_head", description="One map (and state) of keys per key/value or query head."
+    )
+
+
+class SourceSection(Section):
+    """One source of text with more to say than its name."""
+
+    path: str = Field(description="File, glob or hub data set.")
+    column: str = Field("text", description="Column that holds the text.")
+    weight: Positive | None = Field(None, description="Share of the tokens; all sources or none.")
+
+
+Sources = Annotated[tuple[str | SourceSection, ...], BeforeValidator(_as_sources)]
+
+
+class DataSection(Section):
+    """The text that both stages train on."""
+
+    sources: Sources = Field(
+        (SELF,), description="Files, globs, hub data sets, or 'self': the teacher writes it."
+    )
+    length: Count = Field(1024, description="Tokens per packed row.")
+    max_tokens: Count | None = Field(None, description="Tokens to read (or, for 'self', to write).")
+    held_out: Fraction = Field(0.02, description="Share of the rows that is never trained on.")
+    eos_between: bool = Field(True, description="Put the end-of-text token between documents.")
+    temperature: Positive = Field(1.0, description="Sampling temperature of 'self'.")
+
+
+class TransferSection(Section):
+    """Stage 1: fit the new parameters to the teacher's attention, layer by layer."""
+
+    loss: Literal["output", "attention", "both"] = Field("output", description="What is compared.")
+    attention_weight: Weight = Field(0.1, description="Weight of the attention loss in 'both'.")
+    num_queries: Count | None = Field(
+        64, description="Query positions per row that enter the loss; null: all."
+    )
+    max_tokens: Count | None = Field(
+        None, description="Tokens to train on; null: one pass over the data."
+    )
+    max_steps: Count | None = Field(None, description="Optimiser steps, instead of max_tokens.")
+    batch_size: Count = Field(4, description="Rows per forward pass.")
+    accumulation: Count = Field(1, description="Forward passes per optimiser step.")
+    learning_rate: Positive = Field(1e-2, description="Largest learning rate.")
+    warmup: Fraction = Field(0.03, description="Share of the steps with a rising learning rate.")
+    clip: Positive | None = Field(1.0, description="Largest gradient norm.")
+
+
+class FinetuneSection(Section):
+    """Stage 2: train end to end against the teacher's logits, the labels, or both."""
+
+    method: Literal["lora", "full"] = Field("lora", description="LoRA, or all weights.")
+    targets: Names | None = Field(
+        None, description="Layers that get LoRA; null: every projection of the converted attention."
+    )
+    rank: Count = Field(8, description="Rank of LoRA.")
+    alpha: Positive = Field(16, description="LoRA adds alpha / rank times its product.")
+    loss: Literal["kl", "ce", "mix"] = Field(
+        "kl", description="Teacher's logits, labels, or a mix of both."
+    )
+    kl_weight: Weight = Field(1.0, description="Weight of the KL term of 'mix'.")
+    ce_weight: Weight = Field(0.0, description="Weight of the cross-entropy of 'mix'.")
+    train_linearized: bool = Field(True, description="Train the new parameters too.")
+    max_tokens: Count | None = Field(
+        None, description="Tokens to train on; null: one pass over the data."
+    )
+    max_steps: Count | None = Field(None, description="Optimiser steps, instead of max_tokens.")
+    batch_size: Count = Field(2, description="Rows per forward pass.")
+    accumulation: Count = Field(4, description="Forward passes per optimiser step.")
+    learning_rate: Positive = Field(1e-4, description="Largest learning rate.")
+    warmup: Fraction = Field(0.03, description="Share of the steps with a rising learning rate.")
+    clip: Positive | None = Field(1.0, description="Largest gradient norm.")
+    baselines: bool = Field(
+        True, description="Also train the teacher, and window + sinks only, the same way."
+    )
+
+
+class EvaluateSection(Section):
+    """The ablation table: perplexity, KL to the teacher and agreement for every row."""
+
+    text: str = Field(
+        HELD_OUT, description="A text or JSON-lines file, or 'held_out': unseen rows of `data`."
+    )
+    length: Count = Field(1024, description="Tokens per evaluation window.")
+    max_tokens: Count | None = Field(None, description="Score only the first tokens of the text.")
+    batch_size: Count = Field(8, description="Windows per forward pass.")
+
+
+class GenerateSection(Section):
+    """Texts written before and after the conversion, for a human eye."""
+
+    prompts: Names = Field(description="Beginnings that the models continue.")
+    max_new_tokens: Count = Field(64, description="Longest continuation.")
+    temperature: Weight = Field(0.0, description="0: greedy.")
+
+
+class Recipe(Section):
+    """Everything that decides what the converted model is."""
+
+    model: ModelSection = ModelSection()
+    convert: ConvertSection = ConvertSection()
+    data: DataSection = DataSection()
+    transfer: TransferSection | None = Field(TransferSection(), description="Stage 1; null: skip.")
+    finetune: FinetuneSection | None = Field(None, description="Stage 2; null: skip.")
+    evaluate: EvaluateSection | None = Field(EvaluateSection(), description="null: skip.")
+    generate: GenerateSection | None = Field(None, description="Sample texts; null: none.")
+    seed: Natural = Field(0, description="Seeds maps, data order, query sampling and dropout.")
+    output: str = Field(
+        "runs/recipe", description="Run directory; default runs/<name of the recipe file>."
+    )
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> "Recipe":
+        exact = self.convert.window + self.convert.sinks
+        trains = self.transfer is not None or self.finetune is not None
+        if trains and self.data.length <= exact:
+            raise ValueError(
+                f"data.length: {self.data.length} tokens fit into convert.window + "
+                f"convert.sinks = {exact}, so the linear branch would never be trained; use a "
+                f"length of at least {3 * exact} or a smaller window"
+            )
+        if trains and SELF in self.data.sources:
+            if len(self.data.sources) > 1:
+                raise ValueError(
+                    "data.sources: 'self' cannot be mixed with other sources; use it alone"
+                )
+            if self.data.max_tokens is None:
+                raise ValueError(
+                    "data.max_tokens: 'self' needs to know how many tokens the teacher writes"
+                )
+        for name in ("transfer", "finetune"):
+            stage = getattr(self, name)
+            if stage is not None and stage.max_tokens is not None and stage.max_steps is not None:
+                raise ValueError(f"{name}.max_steps: set max_tokens or max_steps, not both")
+        stage = self.finetune
+        if stage is not None and stage.loss == "mix" and not stage.kl_weight * stage.ce_weight:
+            raise ValueError(
+                "finetune.loss: 'mix' needs kl_weight and ce_weight above 0; or use 'kl' or 'ce'"
+            )
+        return self
+
+    def doubts(self) -> Iterator[str]:
+        """Yields settings that are allowed and probably not what was meant."""
+        exact = self.convert.window + self.convert.sinks
+        if self.evaluate is not None and self.evaluate.length <= exact:
+            yield (
+                f"evaluate.length: {self.evaluate.length} tokens fit into convert.window + "
+                f"convert.sinks = {exact}; nothing in the table will differ from the teacher"
+            )
+        if self.convert.mixing == "kernel" and self.convert.feature_map == "hedgehog":
+            yield (
+                "convert.mixing: 'kernel' reads feature products as estimates of exp(score); "
+                "'hedgehog' features are bounded and carry no size; use hedgehog_exp, taylor, "
+                "favor or another mixing"
+            )
+        idle = {
+            "transfer.attention_weight": "both",
+            "finetune.kl_weight": "mix",
+            "finetune.ce_weight": "mix",
+        }
+        for key, loss in idle.items():
+            section, _, name = key.partition(".")
+            stage = getattr(self, section)
+            if stage is None or stage.loss == loss:
+                continue
+            if getattr(stage, name) != type(stage).model_fields[name].default:
+                yield f"{key}: has no effect with loss '{stage.loss}'; use loss '{loss}'"
+
+    def dump(self) -> str:
+        """The recipe as YAML, every default written out; loading it gives an equal recipe."""
+        return yaml.safe_dump(
+            self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100
+        )
+
+    def differences(self, other: "Recipe") -> list[str]:
+        """Names the settings that differ in another recipe; `output` does not count."""
+        mine, theirs = (
+            dict(_leaves(self.model_dump(mode="json"))),
+            dict(_leaves(other.model_dump(mode="json"))),
+        )
+        keys = sorted((mine.keys() | theirs.keys()) - {"output"})
+        return [
+            f"{key}: {_show(theirs.get(key))} there, {_show(mine.get(key))} here"
+            for key in keys
+            if mine.get(key) != theirs.get(key)
+        ]
+
+
+def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Recipe of a YAML file, with overrides such as `"convert.window=32"` applied on top.
+
+    Raises ValueError that names every wrong key and its place, or FileNotFoundError.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"recipe {path} does not exist (seen from {Path.cwd()})")
+    places: dict[str, str] = {}
+    values = _parse(path.read_text(encoding="utf-8"), str(path), places)
+    for override in overrides:
+        _apply(values, override, places)
+    values.setdefault("output", f"runs/{path.stem}")
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(item, places) for item in error.errors(include_url=False)]
+        raise ValueError("\n".join(lines)) from None
+    for doubt in recipe.doubts():
+        warnings.warn(doubt, stacklevel=2)
+    return recipe
+
+
+def describe() -> Iterator[tuple[str, str, str]]:
+    """Yields (key, default, meaning) of everything that a recipe can say, in order."""
+    for key, field in _fields(Recipe):
+        is_section = _section_of(field.annotation) is not None
+        default = "" if is_section or field.is_required() else _yaml(field.default)
+        meaning = field.description or (_section_of(field.annotation).__doc__ if is_section else "")
+        yield key, default, meaning
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of a recipe file, for editors and documentation."""
+    return Recipe.model_json_schema() | {"title": "linearize recipe"}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with the scalars of version 1.2: `1e-3` is a number, `no` and `on` are words."""
+
+
+_RESOLVED_HERE = {"tag:yaml.org,2002:" + name for name in ("bool", "int", "float", "timestamp")}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _RESOLVED_HERE]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _name, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?(0|[1-9][0-9_]*)", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan",
+        "-+.0123456789",
+    ),
+):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_name}", re.compile(f"(?:{_pattern})$"), list(_first)
+    )
+
+
+def _parse(text: str, name: str, places: dict[str, str]) -> dict[str, Any]:
+    """Nested dict of a YAML text; `places` receives "file:line" for every dotted key."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return {}
+        if not isinstance(node, yaml.MappingNode):
+            raise ValueError(
+                f"{name}: a recipe is a mapping of sections (model, convert, ...), this is not"
+            )
+        _record(node, "", name, places)
+        return loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ValueError(f"{name}{line}: not valid YAML: {error.problem}") from None
+    finally:
+        loader.dispose()
+
+
+def _record(node: yaml.MappingNode, prefix: str, name: str, places: dict[str, str]) -> None:
+    for key_node, value_node in node.value:
+        key = f"{prefix}{key_node.value}"
+        place = f"{name}:{key_node.start_mark.line + 1}"
+        if key in places:
+            raise ValueError(f"{place}: {key}: written twice, first at {places[key]}; keep one")
+        places[key] = place
+        if isinstance(value_node, yaml.MappingNode):
+            _record(value_node, f"{key}.", name, places)
+
+
+def _apply(values: dict[str, Any], override: str, places: dict[str, str]) -> None:
+    """Sets one `key=value` in nested dicts; a section that is null or absent is opened."""
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ValueError(
+            f"{override!r} is not an override; write key=value, for example convert.window=32"
+        )
+    try:
+        value = yaml.load(text, _Loader)  # a SafeLoader
+    except yaml.YAMLError:
+        value = text
+    *sections, last = key.split(".")
+    inner = values
+    for section in sections:
+        if not isinstance(inner.get(section), dict):
+            inner[section] = {}
+        inner = inner[section]
+    inner[last] = value
+    places[key] = f"argument {override}"
+
+
+def _explain(item: Mapping[str, Any], places: Mapping[str, str]) -> str:
+    """One line for one validation error: place, key, what is wrong, what is allowed."""
+    path = [str(part) for part in item["loc"]]
+    key = ".".join(path)
+    value = item["input"]
+    if item["type"] == "extra_forbidden":
+        message = f"{key}: unknown key; {_nearest_key(path)}"
+    elif item["type"] == "literal_error":
+        allowed = item["ctx"]["expected"]
+        message = f"{key}: {value!r} is not allowed; choose {allowed}"
+        near = difflib.get_close_matches(str(value), re.findall("'(.*?)'", allowed), n=1)
+        message += f" (did you mean {near[0]}?)" if near else ""
+    elif item["type"] == "missing":
+        message = f"{key}: is missing; add it"
+    elif item["type"] == "value_error" and not path:
+        message = str(item["ctx"]["error"])
+        key = message.partition(":")[0]
+    elif item["type"] == "value_error":
+        message = f"{key}: {value!r} {item['ctx']['error']}"
+    elif item["type"] == "model_type":
+        message = f"{key}: {value!r} is not a section; write its keys below it"
+    else:
+        message = f"{key}: {value!r}: {item['msg'].lower()}"
+    place = places.get(key)
+    return f"{place}: {message}" if place else message
+
+
+def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields every dotted key of the schema with its field."""
+    for name, field in model.model_fields.items():
+        yield prefix + name, field
+        inner = _section_of(field.annotation)
+        if inner is not None:
+            yield from _fields(inner, f"{prefix}{name}.")
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    candidates = (annotation, *get_args(annotation))
+    return next(
+        (item for item in candidates if isinstance(item, type) and issubclass(item, BaseModel)),
+        None,
+    )
+
+
+def _nearest_key(path: Sequence[str]) -> str:
+    """Advice for an unknown key: the nearest of its section, else of all, else what is allowed."""
+    keys = list(dict(_fields(Recipe)))
+    prefix = ".".join(path[:-1]) + "." if len(path) > 1 else ""
+    siblings = [key for key in keys if key.startswith(prefix) and "." not in key[len(prefix) :]]
+    near = difflib.get_close_matches(prefix + path[-1], siblings, n=1, cutoff=0.75)
+    if not near:
+        names = {key.rpartition(".")[2]: key for key in reversed(keys)}
+        near = [names[name] for name in difflib.get_close_matches(path[-1], names, n=1, cutoff=0.8)]
+    if near:
+        return f"did you mean {near[0]}?"
+    where = prefix[:-1] or "a recipe"
+    return f"allowed in {where}: {', '.join(key[len(prefix) :] for key in siblings)}"
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _yaml(value: Any) -> str:
+    """A value as one would write it in a recipe."""
+    value = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+
+
+def _show(value: Any) -> str:
+    return "off" if value is None else repr(value)

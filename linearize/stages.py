@@ -1,0 +1,398 @@
+"""A recipe, run: load, data, convert, transfer, evaluate, finetune, evaluate, save.
+
+A run directory holds `recipe.yaml` (every default written out), `results.json` (rewritten whole
+after each step), `checkpoints/` (what the stages resume from) and `model/` (the converted model and
+its tokenizer). The same call on the same directory goes on where the last one stopped: a finished
+stage hands back its weights, a finished measurement its numbers.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from linearize import loading
+from linearize.conversion import convert
+from linearize.data import Splits, generate_data, load_data
+from linearize.evaluation.ablation import ROWS, Row, ablation
+from linearize.evaluation.perplexity import json_ready, perplexity
+from linearize.finetuning import finetune
+from linearize.modeling.attention import branches, linearized_modules, teacher
+from linearize.recipe import HELD_OUT, SELF, Recipe, load_recipe
+from linearize.rundir import RunDirectory, load_splits, save_splits
+from linearize.sources import read_documents
+from linearize.transfer import transfer_attention
+
+logger = logging.getLogger(__name__)
+
+SAVE_STEPS = 100
+FINETUNED_ROWS = ("converted", "window_only", "linear_only")
+BASELINES = {  # row: what is trained, and how the result answers
+    "teacher_finetuned": ("softmax", teacher),
+    "swa_sinks_finetuned": ("window", partial(branches, linear=False)),
+}
+
+
+def run(
+    recipe: Recipe | str | Path,
+    *,
+    output_dir: str | Path | None = None,
+    device: str = "auto",
+    resume: bool = True,
+    save_steps: int | None = SAVE_STEPS,
+    gradient_checkpointing: bool = False,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Results of a recipe, as in `results.json`; the model lies in `model/` of the run directory.
+
+    Args:
+        recipe: A recipe, or the path of its file.
+        output_dir: Run directory, instead of the recipe's `output`.
+        device: "cpu", "cuda", "cuda:1", "mps", or "auto" for the best there is.
+        resume: Go on with what the run directory holds; False refuses a directory with a run.
+        save_steps: Optimiser steps between checkpoints; None: only at the end of a stage.
+        gradient_checkpointing: Stage 2 in less memory and more time.
+        progress: Show progress bars.
+
+    Raises:
+        ValueError: The recipe does not fit the model or data, or the directory holds another run.
+        FileNotFoundError: The model, the data or the evaluation text is not there.
+    """
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(recipe)
+    place = loading.choose_device(device)
+    directory = RunDirectory(
+        output_dir or recipe.output,
+        recipe.dump(),
+        lambda stored: recipe.differences(load_recipe(stored)),
+        resume=resume,
+    )
+    if "finished" not in directory.results:
+        training = {"save_steps": save_steps, "progress": progress, "seed": recipe.seed}
+        job = _Job(recipe, directory, str(place), training, gradient_checkpointing)
+        job.run()
+    return directory.results
+
+
+def evaluate(
+    model: str | Path,
+    text: str | None = None,
+    *,
+    base: str | Path | None = None,
+    length: int = 1024,
+    max_tokens: int | None = None,
+    batch_size: int = 8,
+    efficiency: bool = False,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Scores of a saved model: {"ablation"} if it is converted, {"perplexity"} if it is not.
+
+    Args:
+        model: Where the model is.
+        text: A text or JSON-lines file.
+        base: The unconverted model, needed as teacher where stage 2 has changed the weights.
+        length: Tokens per window of text.
+        max_tokens: Score only the first tokens of the text.
+        batch_size: Windows per forward pass.
+        efficiency: Measure time and memory instead: {"efficiency"}.
+        dtype: Type of the weights.
+        device: As in `run`.
+        trust_remote_code: Run Python code that comes with the model.
+        progress: Show progress bars.
+
+    Raises:
+        ValueError: Neither a text nor efficiency is asked for, or a setting makes no sense.
+        FileNotFoundError: The model or the text is not there.
+    """
+    if not efficiency and text is None:
+        raise ValueError("evaluate: nothing to measure; name a --text, or ask for --efficiency")
+    documents = None if text is None else read_evaluation_text(text)
+    options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    loaded, tokenizer = loading.load(model, **options)
+    teacher_model = None if base is None else loading.load(base, **options)[0]
+    if efficiency:
+        from linearize.evaluation.efficiency import efficiency as measure
+
+        return {"efficiency": measure(loaded)}
+    scoring = {"length": length, "max_tokens": max_tokens, "batch_size": batch_size}
+    if linearized_modules(loaded):
+        table = ablation(
+            loaded, tokenizer, documents, base_model=teacher_model, progress=progress, **scoring
+        )
+        return json_ready({"ablation": table})
+    return json_ready(
+        {"perplexity": perplexity(loaded, tokenizer, documents, progress=progress, **scoring)}
+    )
+
+
+def generate(
+    model: str | Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 100,
+    temperature: float = 0.0,
+    seed: int = 0,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """{"prompt", "text"}: a prompt with what a saved model adds to it."""
+    loaded, tokenizer = loading.load(
+        model, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+    )
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    return {"prompt": prompt, "text": write(loaded, tokenizer, [prompt], **options)[0]}
+
+
+def read_evaluation_text(source: str) -> list[str]:
+    """Documents of a text or JSON-lines file that is scored."""
+    try:
+        return read_documents(source)
+    except (ValueError, FileNotFoundError) as error:
+        message = str(error).replace("data.sources", "evaluate.text", 1)
+        raise type(error)(message) from None
+
+
+def write(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = 100,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> list[str]:
+    """Prompts with what the model adds to each; temperature 0 takes the likeliest token."""
+    torch.manual_seed(seed)
+    sampling = (
+        {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    )
+    pad_id = (
+        tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    )
+    texts = []
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(
+            model.device
+        )
+        ids = model.generate(
+            **inputs, max_new_tokens=max_new_tokens, pad_token_id=pad_id, **sampling
+        )
+        texts.append(tokenizer.decode(ids[0], skip_special_tokens=True))
+    return texts
+
+
+class _Job:
+    """One run: what every stage needs to know, and the stages in order."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        directory: RunDirectory,
+        device: str,
+        training: Mapping[str, Any],
+        gradient_checkpointing: bool,
+    ) -> None:
+        self.recipe, self.directory, self.device = recipe, directory, device
+        self.training, self.progress = training, training["progress"]
+        self.gradient_checkpointing = gradient_checkpointing
+        self.splits: Splits | None = None
+        self.text: Sequence[Any] | None = None
+
+    def run(self) -> None:
+        """Takes every step that an earlier call has not taken."""
+        recipe, directory = self.recipe, self.directory
+        directory.record(output=str(directory.path), **loading.provenance())
+        self._read_text()
+        base, tokenizer = self._load_base()
+        directory.once("teacher_texts", lambda: self._texts(base, tokenizer))
+        self._prepare_data(base, tokenizer)
+        student = self._transfer(self._convert(base))
+        first = "ablation" if recipe.finetune is None else "ablation_after_transfer"
+        self._measure(first, student, tokenizer)
+        if recipe.finetune is not None:
+            student = self._finetune(student, "finetune")
+            self._measure_again(student, tokenizer)
+        directory.once("converted_texts", lambda: self._texts(student, tokenizer))
+        loading.save(student, tokenizer, directory.model)
+        self._baselines(tokenizer)
+        directory.record(**_summary(directory.results, recipe), finished=True)
+
+    def _read_text(self) -> None:
+        """Reads the evaluation text first of all: a wrong path should not cost an hour."""
+        section = self.recipe.evaluate
+        if section is not None and section.text != HELD_OUT:
+            self.text = read_evaluation_text(section.text)
+
+    def _load_base(self) -> tuple[Any, Any]:
+        logger.info("loading %s", self.recipe.model.path)
+        return loading.load(**self.recipe.model.model_dump(), device=self.device)
+
+    def _convert(self, base: Any) -> Any:
+        return convert(base, **self.recipe.convert.model_dump(), seed=self.recipe.seed)
+
+    def _prepare_data(self, model: Any, tokenizer: Any) -> None:
+        recipe, section = self.recipe, self.recipe.data
+        evaluates_held_out = recipe.evaluate is not None and recipe.evaluate.text == HELD_OUT
+        if recipe.transfer is None and recipe.finetune is None and not evaluates_held_out:
+            return
+        file = self.directory.checkpoints / "data.safetensors"
+        if not file.exists():
+            with self.directory.timed("data"):
+                save_splits(self._make_data(model, tokenizer), file)
+        pad_id = tokenizer.eos_token_id or 0
+        self.splits = load_splits(file, length=section.length, pad_id=pad_id)
+        train, held_out = self.splits.train, self.splits.held_out
+        self.directory.record(data={"train": train.description, "held_out": held_out.description})
+        if evaluates_held_out:
+            self.text = held_out.documents()
+            if not self.text:
+                raise ValueError(
+                    f"data.held_out: {section.held_out} of this text is not one document; "
+                    "hold out more, or name an evaluate.text"
+                )
+
+    def _make_data(self, model: Any, tokenizer: Any) -> Splits:
+        section = self.recipe.data
+        shared = {"length": section.length, "held_out": section.held_out, "seed": self.recipe.seed}
+        if section.sources == (SELF,):
+            logger.info("the teacher writes %s tokens", f"{section.max_tokens:,}")
+            return generate_data(
+                model,
+                tokenizer,
+                num_tokens=section.max_tokens,
+                temperature=section.temperature,
+                progress=self.progress,
+                **shared,
+            )
+        logger.info("reading %s", ", ".join(map(str, section.sources)))
+        return load_data(
+            section.model_dump()["sources"],
+            tokenizer,
+            max_tokens=section.max_tokens,
+            eos_between=section.eos_between,
+            **shared,
+        )
+
+    def _transfer(self, student: Any) -> Any:
+        section = self.recipe.transfer
+        if section is not None:
+            logger.info("stage 1: attention transfer")
+            metrics = transfer_attention(
+                student,
+                self.splits.train,
+                output_dir=self.directory.checkpoints / "transfer",
+                **section.model_dump(),
+                **self.training,
+            )
+            self.directory.record(transfer=metrics)
+            self.directory.set_seconds("transfer", metrics["seconds"])
+        return student
+
+    def _finetune(self, student: Any, name: str, mode: str = "linear") -> Any:
+        logger.info("stage 2: finetuning (%s)", name)
+        trained, metrics = finetune(
+            student,
+            self.splits.train,
+            output_dir=self.directory.checkpoints / name,
+            mode=mode,
+            gradient_checkpointing=self.gradient_checkpointing,
+            **self.recipe.finetune.model_dump(exclude={"baselines"}),
+            **self.training,
+        )
+        self.directory.record(**{name: metrics})
+        self.directory.set_seconds(name, metrics["seconds"])
+        return trained.eval()
+
+    def _measure(self, name: str, student: Any, tokenizer: Any) -> None:
+        """The ablation table of the student against the untouched base model."""
+        if self.recipe.evaluate is None:
+            return
+        logger.info("evaluation: %s", name.replace("_", " "))
+        self.directory.once(name, lambda: self._ablation(student, tokenizer))
+
+    def _measure_again(self, student: Any, tokenizer: Any) -> None:
+        """The table after stage 2; what does not depend on the student is taken from stage 1."""
+        if self.recipe.evaluate is None or "ablation" in self.directory.results:
+            return
+        logger.info("evaluation: result")
+        before = self.directory.results["ablation_after_transfer"]
+        with self.directory.timed("ablation"):
+            after = self._ablation(student, tokenizer, rows=FINETUNED_ROWS, base=True)
+        self.directory.record(ablation={name: after.get(name, row) for name, row in before.items()})
+
+    def _baselines(self, tokenizer: Any) -> None:
+        """Rows of models that had the same stage 2 without a linear branch."""
+        section = self.recipe.finetune
+        if section is None or not section.baselines or self.recipe.evaluate is None:
+            return
+        for name, (mode, answer) in BASELINES.items():
+            table = self.directory.results["ablation"]
+            if name in table:
+                continue
+            trained = self._finetune(self._convert(self._load_base()[0]), name, mode)
+            with self.directory.timed(f"ablation {name}"):
+                rows = (Row(name, trained, answer),)
+                table = table | self._ablation(trained, tokenizer, rows=rows, base=True)
+            self.directory.record(ablation=table)
+
+    def _ablation(
+        self, model: Any, tokenizer: Any, *, rows: Sequence[Any] = ROWS, base: bool = False
+    ) -> dict[str, Any]:
+        return ablation(
+            model,
+            tokenizer,
+            self.text,
+            rows=rows,
+            base_model=self._load_base()[0] if base else None,
+            **self.recipe.evaluate.model_dump(exclude={"text"}),
+            progress=self.progress,
+        )
+
+    def _texts(self, model: Any, tokenizer: Any) -> list[str]:
+        section = self.recipe.generate
+        if section is None:
+            return []
+        options = section.model_dump(exclude={"prompts"})
+        return write(model, tokenizer, section.prompts, **options, seed=self.recipe.seed)
+
+
+def gap_closed(rows: Mapping[str, Any], *, floor: str, ceiling: str) -> float | None:
+    """Share of the gap in log perplexity between two rows that the converted model closes."""
+    if not {floor, ceiling, "converted"} <= rows.keys():
+        return None
+    low, mid, high = (math.log(rows[name]["perplexity"]) for name in (ceiling, "converted", floor))
+    return (high - mid) / (high - low) if high != low else None
+
+
+def _summary(results: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """Totals of a finished run."""
+    before, after = results["teacher_texts"], results["converted_texts"]
+    prompts = recipe.generate.prompts if recipe.generate else ()
+    samples = [
+        {"prompt": prompt, "teacher": teacher, "converted": converted}
+        for prompt, teacher, converted in zip(prompts, before, after, strict=True)
+    ]
+    untrained = {"floor": "swa_sinks", "ceiling": "teacher"}
+    finetuned = {"floor": "swa_sinks_finetuned", "ceiling": "teacher_finetuned"}
+    ends = {"ablation_after_transfer": untrained, "ablation": untrained}
+    if recipe.finetune is not None:
+        ends["ablation"] = finetuned
+    closed = {name: gap_closed(results.get(name, {}), **rows) for name, rows in ends.items()}
+    return {
+        "samples": samples,
+        "gap_closed": {name: share for name, share in closed.items() if share is not None},
+        "tokens": {
+            stage: results[stage]["tokens"]
+            for stage in ("transfer", "finetune")
+            if stage in results
+        },
+        "seconds": round(sum(results["seconds_by_step"].values()), 1),
+    }

