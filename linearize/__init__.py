@@ -14,7 +14,7 @@ from linearize.modeling.modeling_linearized import register as _register
 __version__ = "0.1.0"
 
 _LAZY = {  # loaded on first use: they need peft, datasets or pydantic
-    "evaluate": "linearize.evaluation",
+    "evaluate": "linearize.saved",
     "finetune": "linearize.finetuning",
     "inspect": "linearize.inspection",
     "load_recipe": "linearize.recipe",

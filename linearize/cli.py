@@ -1,10 +1,11 @@
-"""The command line: each command reads its options, calls one library function and prints what it returns."""
+"""The command line: a command reads its options, calls one library function, prints the result."""
 
 import json
 import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,17 +20,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Converts a softmax Transformer into one with constant-size memory, and measures the result.\n\n"
-    "Begin with [bold]linearize run recipes/quickstart.yaml[/]: it needs no network and two minutes.",
+    help="Converts a softmax Transformer into one with constant-size memory, and measures it.\n\n"
+    "Begin with [bold]linearize run recipes/quickstart.yaml[/]: no network, two minutes.",
 )
 
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print JSON on standard output, nothing else.")
-]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps; auto: the best there is.")]
+DType = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Length = Annotated[int, typer.Option(help="Tokens per window of text.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Score only the first tokens.")]
 Model = Annotated[str, typer.Argument(help="Folder, hub name, or 'tiny-english' (embedded).")]
-GgufFile = Annotated[str | None, typer.Option(help="A GGUF file inside MODEL.")]
-TrustRemoteCode = Annotated[bool, typer.Option(help="Run Python code that comes with the model.")]
+Progress = Annotated[bool, typer.Option(help="Show progress bars.")]
+TrustRemoteCode = Annotated[bool, typer.Option(help="Run Python code that comes with MODEL.")]
 
 
 @app.command()
@@ -40,16 +42,14 @@ def inspect(
     sinks: Annotated[int, typer.Option(help="First tokens that stay exact.")] = 4,
     feature_map: Annotated[str, typer.Option(help="Map of the linear part.")] = "hedgehog",
     feature_dim: Annotated[int | None, typer.Option(help="Width of the map.")] = None,
-    mixing: Annotated[str, typer.Option(help="calibrated, lolcats or kernel.")] = "calibrated",
+    mixing: Annotated[str, typer.Option(help="calibrated, lolcats, kernel.")] = "calibrated",
     k_map: Annotated[str, typer.Option(help="kv_head or q_head.")] = "kv_head",
-    length: Annotated[
-        list[int] | None, typer.Option(help="Context length to list; repeat it.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Type of weights and cache.")] = "auto",
+    length: Annotated[list[int] | None, typer.Option(help="Context to list; repeat it.")] = None,
+    dtype: DType = "auto",
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Shows what would be converted, without loading weights: geometry, new parameters, memory, FLOPs.
+    """Shows what would be converted: geometry, new parameters, memory, FLOPs. Loads no weights.
 
     [bold]Examples[/]
 
@@ -63,8 +63,9 @@ def inspect(
     from linearize.inspection import LENGTHS, inspect
 
     report = inspect(
-        model, layers=_layers(layers), window=window, sinks=sinks, feature_map=feature_map, feature_dim=feature_dim,
-        mixing=mixing, k_map=k_map, lengths=tuple(length or LENGTHS), dtype=dtype, trust_remote_code=trust_remote_code,
+        model, layers=_layers(layers), window=window, sinks=sinks, feature_map=feature_map,
+        feature_dim=feature_dim, mixing=mixing, k_map=k_map, lengths=tuple(length or LENGTHS),
+        dtype=dtype, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     _show(report, tables.inspection, as_json)
 
@@ -72,28 +73,24 @@ def inspect(
 @app.command()
 def run(
     recipe: Annotated[Path, typer.Argument(help="YAML recipe.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key=value, applied on top.")
-    ] = None,
-    output_dir: Annotated[
-        Path | None, typer.Option(help="Run directory, instead of the recipe's.")
-    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, on top of it.")] = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Instead of the recipe's output.")] = None,
     device: Device = "auto",
     resume: Annotated[bool, typer.Option(help="Go on with what the run directory holds.")] = True,
-    save_steps: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
+    save_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
     gradient_checkpointing: Annotated[
         bool, typer.Option(help="Stage 2: less memory, more time.")
     ] = False,
-    progress: Annotated[bool, typer.Option(help="Show progress bars.")] = True,
+    progress: Progress = True,
     as_json: AsJson = False,
 ) -> None:
-    """Runs a recipe: convert, transfer, finetune, evaluate. The same command again goes on after a stop.
+    """Runs a recipe: convert, transfer, finetune, evaluate. After a stop, the same command goes on.
 
     [bold]Examples[/]
 
     linearize run recipes/quickstart.yaml
 
-    linearize run recipes/quickstart.yaml convert.window=16 finetune=null --output-dir runs/w16
+    linearize run recipes/quickstart.yaml convert.window=16 --output-dir runs/w16
 
     linearize run my.yaml data.sources='[books/*.txt, news.jsonl]' seed=1 --device cuda
     """
@@ -115,35 +112,40 @@ def evaluate(
     model: Model,
     text: Annotated[str | None, typer.Option(help="Text or JSON-lines file to score.")] = None,
     base: Annotated[
-        str | None, typer.Option(help="Unconverted model, for a finetuned MODEL.")
+        str | None, typer.Option(help="Unconverted model; the teacher of a finetuned MODEL.")
     ] = None,
-    length: Annotated[int, typer.Option(help="Tokens per window.")] = 1024,
-    max_tokens: Annotated[int | None, typer.Option(help="Score only the first tokens.")] = None,
+    length: Length = 1024,
+    max_tokens: MaxTokens = None,
     batch_size: Annotated[int, typer.Option(help="Windows per forward pass.")] = 8,
     efficiency: Annotated[
-        bool, typer.Option("--efficiency", help="Measure speed and memory instead.")
+        bool, typer.Option("--efficiency", help="Measure time and memory instead.")
     ] = False,
-    dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "auto",
+    context: Annotated[
+        list[int] | None, typer.Option(help="Tokens at which --efficiency measures; repeat it.")
+    ] = None,
+    dtype: DType = "auto",
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
-    progress: Annotated[bool, typer.Option(help="Show progress bars.")] = True,
+    progress: Progress = True,
     as_json: AsJson = False,
 ) -> None:
-    """Scores a model on a text: every row of the ablation table, or perplexity alone for a stock model.
+    """Scores a model on a text: the ablation table, or perplexity where nothing is converted.
 
     [bold]Examples[/]
 
     linearize evaluate runs/quickstart/model --text book.txt
 
-    linearize evaluate runs/smollm2/model --base models/smollm2-135m-instruct --text wiki.txt --max-tokens 100000
+    linearize evaluate runs/my/model --base models/my-base --text wiki.txt --max-tokens 100000
 
     linearize evaluate runs/quickstart/model --efficiency
     """
-    from linearize.stages import evaluate
+    from linearize import tables
+    from linearize.saved import evaluate
 
     results = evaluate(
-        model, text, base=base, length=length, max_tokens=max_tokens, batch_size=batch_size, efficiency=efficiency,
-        dtype=dtype, device=device, trust_remote_code=trust_remote_code, progress=progress,
+        model, text, base=base, length=length, max_tokens=max_tokens, batch_size=batch_size,
+        efficiency=efficiency, contexts=context, dtype=dtype, device=device,
+        trust_remote_code=trust_remote_code, progress=progress,
     )  # fmt: skip
     _show(results, tables.results, as_json)
 
@@ -155,7 +157,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="Longest continuation.")] = 100,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "auto",
+    dtype: DType = "auto",
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
@@ -166,24 +168,22 @@ def generate(
 
     linearize generate runs/quickstart/model "Once upon a time"
 
-    linearize generate runs/quickstart/model "The king said" --temperature 0.8 --max-new-tokens 200
+    linearize generate runs/quickstart/model "The king said" --temperature 0.8
     """
-    from linearize.stages import generate
+    from linearize.saved import generate
 
     result = generate(
-        model, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, dtype=dtype, device=device,
-        trust_remote_code=trust_remote_code,
+        model, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed,
+        dtype=dtype, device=device, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     _show(result, lambda result: Text(result["text"]), as_json)
 
 
 @app.command()
 def schema(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="JSON schema instead of a table.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON schema, for editors.")] = False,
 ) -> None:
-    """Lists every key of a recipe with its default; --json gives the JSON schema for editors.
+    """Lists every key of a recipe with its default and meaning.
 
     [bold]Examples[/]
 
@@ -198,42 +198,39 @@ def schema(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point: a user's mistake ends with one message and exit code 2; LINEARIZE_DEBUG=1 shows the traceback."""
+    """Entry point; a user's mistake ends with a message and exit code 2.
+
+    LINEARIZE_DEBUG=1 shows the traceback.
+    """
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("linearize").setLevel(logging.INFO)
     with warnings.catch_warnings():
         warnings.showwarning = _print_warning
         try:
             app(args=arguments)
-        except KeyboardInterrupt:
-            _fail("stopped; the same command again goes on from the last checkpoint", 130)
         except (ValueError, OSError, NotImplementedError, ImportError) as error:
             if os.environ.get("LINEARIZE_DEBUG"):
                 raise
-            _fail(f"{error}\n(LINEARIZE_DEBUG=1 shows where this came from)", 2)
+            _to_stderr(f"error: {error}\n(LINEARIZE_DEBUG=1 shows where this comes from)")
+            raise SystemExit(2) from None
 
 
-def _fail(message: str, code: int) -> None:
-    Console(stderr=True).print("[red]error:[/] ", end="")
-    Console(stderr=True, soft_wrap=True).print(message, markup=False, highlight=False)
-    raise SystemExit(code)
-
-
-def _print_warning(message: Any, category: type[Warning], *rest: Any) -> None:
+def _print_warning(message: Warning | str, category: type[Warning], *place: Any) -> None:
     if issubclass(category, UserWarning):
-        Console(stderr=True, soft_wrap=True).print(
-            f"warning: {message}", markup=False, highlight=False
-        )
+        _to_stderr(f"warning: {message}")
+
+
+def _to_stderr(text: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(text, markup=False, highlight=False)
 
 
 def _layers(text: str) -> str | list[int]:
-    if not text.replace(",", "").replace(" ", "").isdecimal():
-        return text
-    return [int(item) for item in text.split(",") if item.strip()]
+    items = text.split(",")
+    return [int(item) for item in items] if all(map(str.isdecimal, items)) else text
 
 
-def _show(result: Any, table: Any, as_json: bool) -> None:
-    """Prints a result as JSON, or as the table that a function of `tables` makes of it."""
+def _show(result: Any, table: Callable[[Any], Any], as_json: bool) -> None:
+    """Prints a result as JSON, or as what a function of `tables` makes of it."""
     if as_json:
         print(json.dumps(result, indent=2, ensure_ascii=False))
     else:

@@ -1,7 +1,7 @@
-"""What a conversion would give, before anything is trained: geometry, new parameters, memory, operations.
+"""What a conversion would give, before anything is trained: new parameters, memory, operations.
 
-Legend: H query heads, G key/value heads, HS state heads, D head size, Dv value size, F features, f feature_dim,
-C chunk, W window, N sinks, T tokens of context.
+Legend: H query heads, G key/value heads, HS state heads, D head size, Dv value size, F features,
+f feature_dim, C chunk, W window, N sinks, T tokens of context.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from linearize.loading import DTYPES, load_config
 from linearize.conversion import check_family, probe_geometry, resolve_layers
+from linearize.loading import DTYPES, load_config
 from linearize.modeling.attention import LinearizedHeads
 from linearize.modeling.configuration_linearized import LinearizeConfig
 from linearize.modeling.ops import CHUNK, empty_state
@@ -36,7 +36,7 @@ def inspect(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """What `convert` with the same arguments would do to a model, as a plain dict; weights are not loaded.
+    """What `convert` with the same arguments would do to a model; weights are not loaded.
 
     Args:
         model: A softmax model, or where its config is.
@@ -45,11 +45,12 @@ def inspect(
         dtype: Type of the weights and of the key/value cache; "auto" is the config's own.
 
     Returns:
-        {"model", "convert", "layers": [per layer], "new_parameters", "state_bytes" (per sequence, all converted
-        layers), "kv_bytes_per_token" (the cache that they replace), "break_even_length" (tokens from which the
-        state is the smaller one), "lengths": [{"length", "softmax_bytes", "linearized_bytes", "softmax_flops",
-        "linearized_flops"}], ...}. Bytes are those of the whole model's cache for one sequence; FLOPs are those of
-        attention per token of a prefill, projections left out.
+        {"model", "convert", "layers": [per layer], "new_parameters", "state_bytes" (per sequence,
+        all converted layers), "kv_bytes_per_token" (of the cache that they replace),
+        "break_even_length" (tokens from which the state is the smaller one), "lengths":
+        [{"length", "softmax_bytes", "linearized_bytes", "softmax_flops", "linearized_flops"}]}.
+        Bytes are those of the whole model's cache for one sequence. FLOPs are those of attention
+        per token of a prefill, projections left out.
 
     Raises:
         ValueError: A setting is not possible for this model.
@@ -101,7 +102,7 @@ def build_empty(
 
 
 def state_bytes(section: LinearizeConfig, layer: int, dtype: torch.dtype) -> int:
-    """Bytes that one converted layer remembers per sequence, at any length: its `State`, tensor by tensor."""
+    """Bytes that one converted layer remembers per sequence, at any length."""
     shape, heads = section.geometry[str(layer)], LinearizedHeads(section, layer, device="meta")
     G, D, Dv = shape["num_key_value_heads"], shape["qk_dim"], shape["v_dim"]
     q, k, v = (
@@ -112,7 +113,7 @@ def state_bytes(section: LinearizeConfig, layer: int, dtype: torch.dtype) -> int
 
 
 def softmax_flops(shape: Mapping[str, Any], length: int) -> int:
-    """Operations of causal softmax attention per token of a prefill of T tokens: H (D + Dv) T, the mean over rows."""
+    """Operations of causal softmax attention per token of a prefill of T tokens: H (D + Dv) T."""
     seen = min(length, 2 * shape.get("own_window", length))
     return shape["num_heads"] * (shape["qk_dim"] + shape["v_dim"]) * seen
 
@@ -128,8 +129,8 @@ def hybrid_flops(
 ) -> int:
     """Operations of the chunked hybrid per token of a prefill.
 
-    Per query head, with r = HS / H: 2 (D + Dv)(W + C) for the window, 2 F Dv (1 + r) to read and write the state,
-    2 C (F + Dv) inside the chunk, 2 D f (1 + r) for the maps.
+    Per query head, with r = HS / H: 2 (D + Dv)(W + C) for the window, 2 F Dv (1 + r) to read and
+    write the state, 2 C (F + Dv) inside the chunk, 2 D f (1 + r) for the maps.
     """
     D, Dv, F = shape["qk_dim"], shape["v_dim"], num_features
     r = state_heads / shape["num_heads"]

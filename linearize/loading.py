@@ -1,5 +1,6 @@
-"""Models and tokenizers from a folder, the hub or the package, and back to a folder with where they came from."""
+"""Models and tokenizers from a folder, the hub or the package; where results come from."""
 
+import difflib
 import os
 import platform
 import subprocess
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from linearize import __version__
+
 EMBEDDED = {"tiny-english": Path(__file__).parent / "assets" / "tiny-english"}
 DTYPES = {
     "auto": "auto",
@@ -17,38 +20,32 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-PACKAGES = ("linearize", "torch", "transformers", "peft", "accelerate", "datasets", "safetensors")
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors")
 
 
 def locate(path: str | Path, *, gguf_file: str | None = None) -> str:
     """What `from_pretrained` understands: a folder, or a hub name.
 
-    Raises FileNotFoundError for a path that is written like a folder and is none, ValueError for a file.
+    Raises FileNotFoundError for what looks like a folder and is none, ValueError for a file.
     """
     name = str(path)
-    folder = Path(os.path.expanduser(EMBEDDED.get(name, name)))
+    folder = Path(EMBEDDED.get(name, name)).expanduser()
     if folder.is_dir():
-        if (
-            not (folder / "config.json").is_file()
-            and gguf_file is None
-            and not list(folder.glob("*.gguf"))
-        ):
+        if gguf_file is None and not (folder / "config.json").is_file():
             raise FileNotFoundError(
                 f"model {name}: the folder holds no config.json; name the folder of a saved model"
             )
         return str(folder)
     if folder.is_file():
-        hint = (
-            f"; use the folder {folder.parent} with gguf_file {folder.name}"
-            if folder.suffix == ".gguf"
-            else ""
+        raise ValueError(
+            f"model {name}: this is a file; name its folder {folder.parent} (and the file as "
+            "gguf_file, if it is a GGUF)"
         )
-        raise ValueError(f"model {name}: this is a file, not a model folder{hint}")
-    if name.startswith((".", "/", "~")) or name.count("/") != 1 or folder.parent.is_dir():
-        known = ", ".join(EMBEDDED)
-        raise FileNotFoundError(
-            f"model {name}: no such folder (seen from {Path.cwd()}); use a folder, a hub name (owner/name) or {known}"
-        )
+    looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    near = difflib.get_close_matches(name, EMBEDDED, n=1)
+    if looks_like_a_path or near or ("/" in name and folder.parent.is_dir()):
+        hint = f"did you mean {near[0]}?" if near else "use a folder or a hub name (owner/name)"
+        raise FileNotFoundError(f"model {name}: no such folder (seen from {Path.cwd()}); {hint}")
     return name
 
 
@@ -90,7 +87,7 @@ def load(
 
 
 def save(model: Any, tokenizer: Any, folder: str | Path) -> None:
-    """Writes the weights as safetensors and the tokenizer, so that `from_pretrained` reads them back."""
+    """Writes weights and tokenizer, so that `from_pretrained` reads them back."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -111,6 +108,7 @@ def provenance() -> dict[str, Any]:
     """Versions, commit and hardware: what made a result."""
     return {
         "versions": {
+            "linearize": __version__,
             "python": platform.python_version(),
             **{name: _version(name) for name in PACKAGES},
         },
@@ -127,7 +125,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Commit of the source tree that this package runs from, with "+changes"; None outside of a git checkout."""
+    """Commit of the checkout that this package runs from, or None; "+changes" if it was changed."""
     root = Path(__file__).parent.parent
     if not (root / ".git").exists():
         return None

@@ -6,15 +6,16 @@ computer runs a recipe is said on the command line. Relative paths are relative 
 directory.
 """
 
-import difflib
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from linearize.advice import explain
 
 EMBEDDED_MODEL = "tiny-english"
 SELF = "self"
@@ -305,7 +306,8 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        lines = [_explain(item, places) for item in error.errors(include_url=False)]
+        keys = [key for key, _ in _fields(Recipe)]
+        lines = [explain(item, places, keys) for item in error.errors(include_url=False)]
         raise ValueError("\n".join(lines)) from None
     for doubt in recipe.doubts():
         warnings.warn(doubt, stacklevel=2)
@@ -402,33 +404,6 @@ def _apply(values: dict[str, Any], override: str, places: dict[str, str]) -> Non
     places[key] = f"argument {override}"
 
 
-def _explain(item: Mapping[str, Any], places: Mapping[str, str]) -> str:
-    """One line for one validation error: place, key, what is wrong, what is allowed."""
-    path = [str(part) for part in item["loc"]]
-    key = ".".join(path)
-    value = item["input"]
-    if item["type"] == "extra_forbidden":
-        message = f"{key}: unknown key; {_nearest_key(path)}"
-    elif item["type"] == "literal_error":
-        allowed = item["ctx"]["expected"]
-        message = f"{key}: {value!r} is not allowed; choose {allowed}"
-        near = difflib.get_close_matches(str(value), re.findall("'(.*?)'", allowed), n=1)
-        message += f" (did you mean {near[0]}?)" if near else ""
-    elif item["type"] == "missing":
-        message = f"{key}: is missing; add it"
-    elif item["type"] == "value_error" and not path:
-        message = str(item["ctx"]["error"])
-        key = message.partition(":")[0]
-    elif item["type"] == "value_error":
-        message = f"{key}: {value!r} {item['ctx']['error']}"
-    elif item["type"] == "model_type":
-        message = f"{key}: {value!r} is not a section; write its keys below it"
-    else:
-        message = f"{key}: {value!r}: {item['msg'].lower()}"
-    place = places.get(key)
-    return f"{place}: {message}" if place else message
-
-
 def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields every dotted key of the schema with its field."""
     for name, field in model.model_fields.items():
@@ -444,21 +419,6 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
         (item for item in candidates if isinstance(item, type) and issubclass(item, BaseModel)),
         None,
     )
-
-
-def _nearest_key(path: Sequence[str]) -> str:
-    """Advice for an unknown key: the nearest of its section, else of all, else what is allowed."""
-    keys = list(dict(_fields(Recipe)))
-    prefix = ".".join(path[:-1]) + "." if len(path) > 1 else ""
-    siblings = [key for key in keys if key.startswith(prefix) and "." not in key[len(prefix) :]]
-    near = difflib.get_close_matches(prefix + path[-1], siblings, n=1, cutoff=0.75)
-    if not near:
-        names = {key.rpartition(".")[2]: key for key in reversed(keys)}
-        near = [names[name] for name in difflib.get_close_matches(path[-1], names, n=1, cutoff=0.8)]
-    if near:
-        return f"did you mean {near[0]}?"
-    where = prefix[:-1] or "a recipe"
-    return f"allowed in {where}: {', '.join(key[len(prefix) :] for key in siblings)}"
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

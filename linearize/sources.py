@@ -38,7 +38,7 @@ def parse_sources(entries: Entry | Sequence[Entry], *, key: str = "data.sources"
         raise ValueError(f"{key}: the list is empty; name a file, a glob or a hub dataset")
     sources = []
     for entry in entries:
-        values = {"path": entry} if isinstance(entry, str) else dict(entry)
+        values: dict[str, Any] = {"path": entry} if isinstance(entry, str) else dict(entry)
         if "path" not in values or values.keys() - {"path", "column", "weight"}:
             raise ValueError(f"{key}: {entry} must have a path, and may have a column and a weight")
         source = Source(**values, key=key)

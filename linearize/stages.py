@@ -13,18 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from linearize import loading
 from linearize.conversion import convert
 from linearize.data import Splits, generate_data, load_data
 from linearize.evaluation.ablation import ROWS, Row, ablation
-from linearize.evaluation.perplexity import json_ready, perplexity
 from linearize.finetuning import finetune
-from linearize.modeling.attention import branches, linearized_modules, teacher
+from linearize.modeling.attention import branches, teacher
 from linearize.recipe import HELD_OUT, SELF, Recipe, load_recipe
 from linearize.rundir import RunDirectory, load_splits, save_splits
-from linearize.sources import read_documents
+from linearize.saved import read_evaluation_text, write
 from linearize.transfer import transfer_attention
 
 logger = logging.getLogger(__name__)
@@ -76,117 +73,6 @@ def run(
         job = _Job(recipe, directory, str(place), training, gradient_checkpointing)
         job.run()
     return directory.results
-
-
-def evaluate(
-    model: str | Path,
-    text: str | None = None,
-    *,
-    base: str | Path | None = None,
-    length: int = 1024,
-    max_tokens: int | None = None,
-    batch_size: int = 8,
-    efficiency: bool = False,
-    dtype: str = "auto",
-    device: str = "auto",
-    trust_remote_code: bool = False,
-    progress: bool = True,
-) -> dict[str, Any]:
-    """Scores of a saved model: {"ablation"} if it is converted, {"perplexity"} if it is not.
-
-    Args:
-        model: Where the model is.
-        text: A text or JSON-lines file.
-        base: The unconverted model, needed as teacher where stage 2 has changed the weights.
-        length: Tokens per window of text.
-        max_tokens: Score only the first tokens of the text.
-        batch_size: Windows per forward pass.
-        efficiency: Measure time and memory instead: {"efficiency"}.
-        dtype: Type of the weights.
-        device: As in `run`.
-        trust_remote_code: Run Python code that comes with the model.
-        progress: Show progress bars.
-
-    Raises:
-        ValueError: Neither a text nor efficiency is asked for, or a setting makes no sense.
-        FileNotFoundError: The model or the text is not there.
-    """
-    if not efficiency and text is None:
-        raise ValueError("evaluate: nothing to measure; name a --text, or ask for --efficiency")
-    documents = None if text is None else read_evaluation_text(text)
-    options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-    loaded, tokenizer = loading.load(model, **options)
-    teacher_model = None if base is None else loading.load(base, **options)[0]
-    if efficiency:
-        from linearize.evaluation.efficiency import efficiency as measure
-
-        return {"efficiency": measure(loaded)}
-    scoring = {"length": length, "max_tokens": max_tokens, "batch_size": batch_size}
-    if linearized_modules(loaded):
-        table = ablation(
-            loaded, tokenizer, documents, base_model=teacher_model, progress=progress, **scoring
-        )
-        return json_ready({"ablation": table})
-    return json_ready(
-        {"perplexity": perplexity(loaded, tokenizer, documents, progress=progress, **scoring)}
-    )
-
-
-def generate(
-    model: str | Path,
-    prompt: str,
-    *,
-    max_new_tokens: int = 100,
-    temperature: float = 0.0,
-    seed: int = 0,
-    dtype: str = "auto",
-    device: str = "auto",
-    trust_remote_code: bool = False,
-) -> dict[str, Any]:
-    """{"prompt", "text"}: a prompt with what a saved model adds to it."""
-    loaded, tokenizer = loading.load(
-        model, dtype=dtype, device=device, trust_remote_code=trust_remote_code
-    )
-    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    return {"prompt": prompt, "text": write(loaded, tokenizer, [prompt], **options)[0]}
-
-
-def read_evaluation_text(source: str) -> list[str]:
-    """Documents of a text or JSON-lines file that is scored."""
-    try:
-        return read_documents(source)
-    except (ValueError, FileNotFoundError) as error:
-        message = str(error).replace("data.sources", "evaluate.text", 1)
-        raise type(error)(message) from None
-
-
-def write(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[str],
-    *,
-    max_new_tokens: int = 100,
-    temperature: float = 0.0,
-    seed: int = 0,
-) -> list[str]:
-    """Prompts with what the model adds to each; temperature 0 takes the likeliest token."""
-    torch.manual_seed(seed)
-    sampling = (
-        {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    )
-    pad_id = (
-        tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    )
-    texts = []
-    for prompt in prompts:
-        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(
-            model.device
-        )
-        ids = model.generate(
-            **inputs, max_new_tokens=max_new_tokens, pad_token_id=pad_id, **sampling
-        )
-        texts.append(tokenizer.decode(ids[0], skip_special_tokens=True))
-    return texts
 
 
 class _Job:

@@ -8,88 +8,90 @@ from rich.table import Table
 from rich.text import Text
 
 UNITS = ("", "k", "M", "G", "T", "P")
+BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 ROW_NAMES = {
-    "teacher": "teacher",
     "control": "control (window covers all)",
-    "converted": "converted",
     "window_only": "window only",
     "linear_only": "linear only",
     "swa_sinks": "window + sinks, untrained",
     "teacher_finetuned": "teacher, finetuned",
     "swa_sinks_finetuned": "window + sinks, finetuned",
 }
+TABLES = {"ablation_after_transfer": "After attention transfer", "ablation": "Result"}
 
 
 def inspection(report: Mapping[str, Any]) -> RenderableType:
-    """Layers, totals, and memory and operations by context length."""
-    model = report["model"]
-    layers = _table(
-        "layer", "heads", "kv", "qk dim", "v dim", "features", "new params", "state", "= KV of"
-    )
+    """Totals, layers, and memory and operations by context length."""
+    columns = ("layer", "heads", "kv", "qk dim", "v dim", "features", "new params", "state")
+    layers = _table(*columns, "= KV of")
     notes = []
     for first, last, row in _runs(report["layers"]):
         name = str(first) if first == last else f"{first}-{last}"
-        geometry = [row["num_heads"], row["num_key_value_heads"], row["qk_dim"], row["v_dim"]]
+        keys = ("num_heads", "num_key_value_heads", "qk_dim", "v_dim")
+        cells = [name, *(str(row[key]) for key in keys)]
         if row["converts"]:
-            layers.add_row(
-                name, *map(str, geometry), str(row["num_features"]), f"{row['new_parameters']:,}",
-                size(row["state_bytes"]), f"{row['break_even_length']:,} tok",
-            )  # fmt: skip
+            cells += [str(row["num_features"]), f"{row['new_parameters']:,}"]
+            cells += [size(row["state_bytes"]), f"{row['break_even_length']:,} tok"]
         else:
-            layers.add_row(name, *map(str, geometry), "softmax", "", "", "")
-            notes.append(f"layer {name} stays: {row['reason']}")
-    lengths = _table(
-        "context", "cache now", "converted", "ratio", "attention FLOPs/tok", "converted", "ratio"
-    )
-    for row in report["lengths"]:
-        lengths.add_row(
-            f"{row['length']:,}", size(row["softmax_bytes"]), size(row["linearized_bytes"]),
-            _ratio(row["softmax_bytes"], row["linearized_bytes"]), number(row["softmax_flops"]),
-            number(row["linearized_flops"]), _ratio(row["softmax_flops"], row["linearized_flops"]),
-        )  # fmt: skip
-    share = f"{100 * report['new_parameters_share']:.2f} %"
-    head = Text(
-        f"{model['path'] or model['family']}: {model['family']}, {number(model['num_parameters'])} parameters, "
-        f"{model['num_layers']} layers, {model['dtype']}\n"
-        f"{sum(row['converts'] for row in report['layers'])} layers convert: {report['new_parameters']:,} new "
-        f"parameters ({share}), {size(report['state_bytes'])} state per sequence instead of "
-        f"{size(report['kv_bytes_per_token'])} per token"
-    )
-    if report["break_even_length"]:
-        head.append(f"; smaller from {report['break_even_length']:,} tokens on")
-    return Group(head, Text(), layers, *map(Text, notes), Text(), lengths)
+            cells += ["softmax"]
+            notes.append(Text(f"layer {name} stays: {row['reason']}"))
+        layers.add_row(*cells)
+    return Group(_headline(report), Text(), layers, *notes, Text(), _by_length(report["lengths"]))
 
 
-def results(run: Mapping[str, Any]) -> RenderableType:
-    """The ablation tables of a run or an evaluation, what was closed of the gap, samples, time."""
+def _headline(report: Mapping[str, Any]) -> Text:
+    model = report["model"]
+    text = (
+        f"{model['path'] or model['family']}: {model['family']}, "
+        f"{number(model['num_parameters'])} parameters, {model['num_layers']} layers, "
+        f"{model['dtype']}\n"
+        f"{len(report['convert']['layers'])} layers convert: {report['new_parameters']:,} new "
+        f"parameters ({100 * report['new_parameters_share']:.2f} %), "
+        f"{size(report['state_bytes'])} of state per sequence instead of "
+        f"{size(report['kv_bytes_per_token'])} per token; "
+        f"smaller from {report['break_even_length']:,} tokens on"
+    )
+    return Text(text)
+
+
+def _by_length(rows: Iterable[Mapping[str, Any]]) -> Table:
+    table = _table("context", "cache", "converted", "ratio", "FLOPs/token", "converted", "ratio")
+    for row in rows:
+        table.add_row(
+            f"{row['length']:,}",
+            size(row["softmax_bytes"]),
+            size(row["linearized_bytes"]),
+            _ratio(row["softmax_bytes"], row["linearized_bytes"]),
+            number(row["softmax_flops"]),
+            number(row["linearized_flops"]),
+            _ratio(row["softmax_flops"], row["linearized_flops"]),
+        )
+    return table
+
+
+def results(found: Mapping[str, Any]) -> RenderableType:
+    """Ablation tables, samples and costs of a run, or the numbers of an evaluation."""
     parts: list[RenderableType] = []
-    titles = {"ablation_after_transfer": "after stage 1 (attention transfer)", "ablation": "result"}
-    for key, title in titles.items():
-        if key in run and not (
-            key == "ablation_after_transfer" and run[key] == run.get("ablation")
-        ):
-            parts += [
-                Text(title, style="bold"),
-                ablation(run[key]),
-                *_gap(run.get("gap_closed", {}).get(key)),
-                Text(),
-            ]
-    for sample in run.get("samples", []):
-        parts += [
-            Text(f"> {sample['prompt']}", style="bold"),
-            Text(f"teacher:   {sample['teacher']}"),
-        ]
-        parts += [Text(f"converted: {sample['converted']}"), Text()]
-    for stage in ("transfer", "finetune"):
-        if stage in run:
-            metrics = run[stage]
-            parts.append(
-                Text(
-                    f"{stage}: {metrics['tokens']:,} tokens, {metrics['seconds']:.0f} s, {metrics['tokens_per_s']:,.0f} tokens/s"
-                )
-            )
-    if "output" in run:
-        parts.append(Text(f"{run['seconds']:.0f} s in all; everything is in {run['output']}"))
+    for key, title in TABLES.items():
+        if key in found:
+            parts += [Text(title, style="bold"), ablation(found[key])]
+            closed = found.get("gap_closed", {}).get(key)
+            if closed is not None:
+                parts.append(Text(f"{100 * closed:.0f} % of the gap in log perplexity is closed"))
+            parts.append(Text())
+    if "perplexity" in found:
+        parts.append(numbers(found["perplexity"]))
+    if "efficiency" in found:
+        parts.append(efficiency(found["efficiency"]))
+    for sample in found.get("samples", []):
+        for who in ("teacher", "converted"):
+            parts += [Text(f"{who}:", style="bold"), Text(sample[who])]
+        parts.append(Text())
+    parts += [
+        Text(_cost(stage, found[stage])) for stage in ("transfer", "finetune") if stage in found
+    ]
+    if "seconds" in found:
+        parts.append(Text(f"{found['seconds']:.0f} s in all. Everything is in {found['output']}"))
     return Group(*parts)
 
 
@@ -98,27 +100,47 @@ def ablation(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     table = _table("row", "perplexity", "+-", "KL to teacher", "+-", "top-1")
     for name, row in rows.items():
         table.add_row(
-            ROW_NAMES.get(name, name), f"{row['perplexity']:.3f}", f"{row['perplexity_se']:.3f}",
-            f"{row['kl_to_teacher']:.4f}", f"{row['kl_to_teacher_se']:.4f}", f"{100 * row['top1_agreement']:.1f} %",
-        )  # fmt: skip
-    return table
-
-
-def perplexity(result: Mapping[str, Any]) -> Table:
-    """One line per number of a plain perplexity measurement."""
-    table = _table("", "value")
-    for name, value in result.items():
-        table.add_row(
-            name.replace("_", " "), f"{value:,.4f}" if isinstance(value, float) else str(value)
+            ROW_NAMES.get(name, name),
+            _fixed(row["perplexity"], 3),
+            _fixed(row["perplexity_se"], 3),
+            _fixed(row["kl_to_teacher"], 4),
+            _fixed(row["kl_to_teacher_se"], 4),
+            f"{100 * row['top1_agreement']:.1f} %",
         )
     return table
 
 
-def flat(result: Mapping[str, Any]) -> Table:
+def efficiency(found: Mapping[str, Any]) -> RenderableType:
+    """Time and memory of a decode step and of a prefill, by number of tokens."""
+    columns = ("converted", "teacher", "speedup", "converted", "teacher")
+    decode, prefill = _table("decode at", *columns), _table("prefill of", *columns)
+    for table, rows, tokens, held in (
+        (decode, found["decode"], "context", "cache_bytes"),
+        (prefill, found["prefill"], "tokens", "peak_bytes"),
+    ):
+        for row in rows:
+            table.add_row(
+                f"{row[tokens]:,} tokens",
+                f"{1000 * row['converted_s']:,.1f} ms",
+                f"{1000 * row['teacher_s']:,.1f} ms",
+                f"{row['speedup']:.2f}x",
+                size(row[f"converted_{held}"]),
+                size(row[f"teacher_{held}"]),
+            )
+    growth = Text(
+        f"time per token at the longest context: {found['decode_growth']:.2f} times that at the "
+        f"shortest; {found['dtype']}, {found['threads']} threads"
+    )
+    return Group(decode, growth, Text(), prefill)
+
+
+def numbers(found: Mapping[str, Any]) -> Table:
     """Every number of a nested result, one line each."""
     table = _table("", "value")
-    for name, value in _leaves(result):
-        table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else str(value))
+    for name, value in _leaves(found):
+        table.add_row(
+            name.replace("_", " "), f"{value:,.6g}" if isinstance(value, float) else str(value)
+        )
     return table
 
 
@@ -132,26 +154,21 @@ def keys(rows: Iterable[tuple[str, str, str]]) -> Table:
 
 def number(value: float) -> str:
     """A number in three digits and a unit of a thousand: 1.23 M."""
-    for unit in UNITS[:-1]:
-        if abs(value) < 999.5:
-            return f"{value:.3g} {unit}".rstrip()
-        value /= 1000
-    return f"{value:.3g} {UNITS[-1]}"
+    return _scaled(value, UNITS, 1000)
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in a unit of 1024: 1.5 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            break
-        num_bytes /= 1024
-    else:
-        unit = "TiB"
-    return (
-        f"{num_bytes:.0f} B"
-        if unit == "B"
-        else f"{num_bytes:.{2 if num_bytes < 10 else 1}f} {unit}"
-    )
+    """Bytes in three digits and a unit of 1024: 1.5 MiB."""
+    return _scaled(num_bytes, BYTES, 1024)
+
+
+def _scaled(value: float, units: Iterable[str], step: int) -> str:
+    *smaller, largest = units
+    for unit in smaller:
+        if abs(value) < 999.5:
+            return f"{value:.3g} {unit}".rstrip()
+        value /= step
+    return f"{value:.3g} {largest}"
 
 
 def _table(*columns: str) -> Table:
@@ -162,7 +179,9 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _runs(layers: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
+def _runs(
+    layers: Iterable[Mapping[str, Any]],
+) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
     """Yields (first, last, row) of neighbouring layers that are alike."""
     run: list[Mapping[str, Any]] = []
     for row in layers:
@@ -174,16 +193,23 @@ def _runs(layers: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, int, Mappi
         yield run[0]["layer"], run[-1]["layer"], run[0]
 
 
-def _gap(closed: float | None) -> list[Text]:
+def _cost(stage: str, metrics: Mapping[str, Any]) -> str:
     return (
-        []
-        if closed is None
-        else [Text(f"{100 * closed:.0f} % of the gap in log perplexity closed")]
+        f"{stage}: {metrics['tokens']:,} tokens in {metrics['seconds']:.0f} s, "
+        f"{metrics['tokens_per_s']:,.0f} tokens/s"
     )
 
 
+def _fixed(value: float | str | None, digits: int) -> str:
+    """A number with so many decimals; "inf" and a missing one as they are."""
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else f"{value:.{digits}f}"
+
+
 def _ratio(before: float, after: float) -> str:
-    return f"{before / after:.2g}x" if after else ""
+    ratio = before / after
+    return f"{ratio:.1f}x" if ratio < 10 else f"{ratio:,.0f}x"
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -206,8 +206,7 @@ def layer_loss(module, q, k, v, teacher_out, queries, weight, energy, weights=(1
         rows = module.linearized(q, k, v, queries=queries, **inputs)
     if output_weight:
         out = student_output(module.linearized, q, k, v, queries, **inputs) if rows is None else rows.out
-        target = teacher_out.gather(2, queries[:, None, :, None].expand(*teacher_out.shape[:2], -1, teacher_out.shape[3]))
-        total = total + output_weight * output_error(out, target, weight) / energy
+        total = total + output_weight * output_error(out, _take(teacher_out, queries), weight) / energy
     if attention_weight:
         target = teacher_log_weights(q, k, queries, **inputs)
         total = total + attention_weight * attention_kl(target, rows.log_weights, weight)
@@ -225,7 +224,7 @@ def student_output(heads, q, k, v, queries, *, scaling, softcap=None, sink_logit
     index = torch.arange(q.shape[2], device=q.device).expand(len(q), -1)
     place = positions(torch.ones_like(index, dtype=torch.bool), documents)
     start = queries - place.gather(1, queries)  # [B, Q] first token of the query's document
-    q = q.gather(2, queries[:, None, :, None].expand(*q.shape[:2], -1, q.shape[3]))
+    q = _take(q, queries)
     out, top, mass = _exact_rows(op, q, k, v, queries, start)
     beta, alpha = (p[:, None, None] for p in (op.beta, op.alpha))
     log_exact = beta + alpha * top + mass.log()  # [B, H, Q, 1]
@@ -242,10 +241,8 @@ def _exact_rows(op, q, k, v, queries, start):
     window = queries[..., None] - torch.arange(op.window, device=q.device)  # [B, Q, W]
     sinks = start[..., None] + torch.arange(op.sinks, device=q.device)  # [B, Q, N]
     there = torch.cat([window >= start[..., None], sinks <= queries[..., None] - op.window], -1)[:, None, :, None]
-    index = torch.cat([window, sinks], -1).clamp(min=0, max=k.shape[2] - 1).flatten(1)[:, None, :, None]
-    keys, values = (
-        x.gather(2, index.expand(-1, G, -1, x.shape[3])).unflatten(2, (queries.shape[1], -1)).to(dtype) for x in (k, v)
-    )  # [B, G, Q, W + N, D]
+    index = torch.cat([window, sinks], -1).clamp(min=0, max=k.shape[2] - 1).flatten(1)
+    keys, values = (_take(x, index).unflatten(2, queries.shape[1:] + (-1,)).to(dtype) for x in (k, v))  # [B, G, Q, W + N, D]
     grouped = q.to(dtype).unflatten(1, (G, -1)).transpose(2, 3)  # [B, G, Q, H / G, D]
     scores = op.scores(grouped @ keys.mT).masked_fill(~there, -torch.inf)
     top = scores.amax(-1, keepdim=True)
@@ -257,6 +254,14 @@ def _exact_rows(op, q, k, v, queries, start):
     if op.sink_logit is not None:
         mass = mass + (extra - top).exp()
     return tuple(x.transpose(2, 3).flatten(1, 2) for x in ((weights @ values) / mass, top, mass))
+
+
+def _take(x, index):
+    """Tokens index [B, n] of x [B, H, T, D], as [B, H, n, D]; whole rows are copied, which `gather` does not do."""
+    B, H, T, D = x.shape
+    flat = x.transpose(1, 2).reshape(B * T, H * D)
+    offset = T * torch.arange(B, device=x.device)[:, None]
+    return flat.index_select(0, (index + offset).flatten()).view(B, -1, H, D).transpose(1, 2)
 
 
 def _linear_rows(op, q, k, v, there):

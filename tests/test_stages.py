@@ -1,50 +1,26 @@
-"""The pipeline on a tiny random model: everything is written, a kill is survived, results add up."""
+"""The pipeline on a tiny model: everything is written, kills are survived, results add up."""
 
 import json
 
 import pytest
 import torch
-from conftest import tiny_llama
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from tinytext import save_base, save_corpus
+from transformers import AutoModelForCausalLM
 
 from linearize import stages
 from linearize.recipe import Recipe, load_recipe
-from linearize.stages import evaluate, gap_closed, generate, run
-
-WORDS = [f"w{i}" for i in range(61)]
-
-
-def tiny_tokenizer():
-    """A word tokenizer for the vocabulary of `tiny_llama`."""
-    vocab = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", *WORDS])}
-    words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
+from linearize.saved import evaluate
+from linearize.stages import gap_closed, run
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    model = tiny_llama()
-    model.generation_config.eos_token_id = 2
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return save_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Twenty documents of random words."""
-    generator = torch.Generator().manual_seed(0)
-    file = tmp_path_factory.mktemp("corpus") / "text.jsonl"
-    with file.open("w") as lines:
-        for _ in range(20):
-            words = [WORDS[i] for i in torch.randint(61, (60,), generator=generator)]
-            lines.write(json.dumps({"text": " ".join(words)}) + "\n")
-    return file
+    return save_corpus(tmp_path_factory.mktemp("corpus") / "text.jsonl")
 
 
 def recipe_for(base, corpus, output, **sections):
@@ -106,11 +82,15 @@ def test_the_rows_of_the_base_model_are_the_same_before_and_after_stage_2(finish
 
 
 def test_the_saved_model_has_the_reported_perplexity(finished, corpus, base):
-    recipe, folder, results = finished
-    again = evaluate(folder / "model", str(corpus), base=base, length=32, device="cpu", progress=False)
+    _recipe, folder, _results = finished
+    again = evaluate(
+        folder / "model", str(corpus), base=base, length=32, device="cpu", progress=False
+    )
     assert again["ablation"]["teacher"]["kl_to_teacher"] == 0
     stock = evaluate(base, str(corpus), length=32, device="cpu", progress=False)["perplexity"]
-    assert stock["perplexity"] == pytest.approx(again["ablation"]["teacher"]["perplexity"], rel=1e-5)
+    assert stock["perplexity"] == pytest.approx(
+        again["ablation"]["teacher"]["perplexity"], rel=1e-5
+    )
 
 
 def test_a_finished_run_is_not_run_again(finished, monkeypatch):
@@ -120,9 +100,11 @@ def test_a_finished_run_is_not_run_again(finished, monkeypatch):
 
 
 def test_another_recipe_in_the_same_folder_is_refused(finished):
-    recipe, folder, _ = finished
+    recipe, _folder, _ = finished
     other = recipe.model_copy(update={"seed": 1})
-    with pytest.raises(ValueError, match=r"holds the run of another recipe \(seed: 0 there, 1 here\)"):
+    with pytest.raises(
+        ValueError, match=r"holds the run of another recipe \(seed: 0 there, 1 here\)"
+    ):
         run(other, device="cpu", progress=False)
     with pytest.raises(ValueError, match="holds a run already; choose another folder"):
         run(recipe, device="cpu", resume=False, progress=False)
@@ -193,25 +175,15 @@ def test_held_out_text_must_exist(base, corpus, tmp_path):
 
 
 def test_run_takes_the_path_of_a_recipe(base, corpus, tmp_path, finished):
-    recipe, folder, results = finished
+    _recipe, folder, results = finished
     assert run(folder / "recipe.yaml", device="cpu") == results
 
 
-def test_evaluate_needs_something_to_measure(base):
-    with pytest.raises(ValueError, match="evaluate: nothing to measure"):
-        evaluate(base, device="cpu")
-
-
-def test_generate_continues_a_prompt(finished):
-    folder = finished[1]
-    greedy = [generate(folder / "model", "w5 w6", max_new_tokens=5, device="cpu") for _ in range(2)]
-    assert greedy[0] == greedy[1] and greedy[0]["text"].startswith("w5 w6")
-    options = {"max_new_tokens": 20, "temperature": 5.0, "device": "cpu"}
-    texts = {generate(folder / "model", "w5", seed=seed, **options)["text"] for seed in range(3)}
-    assert len(texts) == 3
-
-
 def test_gap_closed_is_a_share_of_log_perplexity():
-    rows = {"teacher": {"perplexity": 1}, "converted": {"perplexity": 10}, "floor": {"perplexity": 100}}
+    rows = {
+        "teacher": {"perplexity": 1},
+        "converted": {"perplexity": 10},
+        "floor": {"perplexity": 100},
+    }
     assert gap_closed(rows, floor="floor", ceiling="teacher") == pytest.approx(0.5)
     assert gap_closed(rows, floor="missing", ceiling="teacher") is None

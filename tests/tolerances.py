@@ -15,3 +15,4 @@ DRIFT = 1e-2  # relative, the normaliser after 4096 bf16 tokens
 LOGITS = 1e-4  # fp32 logits of tiny models, absolute
 GUARD = 1e-3  # what switching the linear branch off must change, or the test proves nothing
 TEACHER = 1e-5  # softmax mode against the original model
+ACCUMULATION = 1e-5  # relative: micro-batches against the large batch

@@ -16,7 +16,7 @@ Layers that the conversion left alone keep their softmax attention in every row.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -136,10 +136,11 @@ def ablation(
     if "control" in reported:
         control, score = results["control"], scores[table["control"].answer]
         control["max_logit_difference"] = score.max_logit_difference
-        if model.dtype == torch.float32 and not abs(control["kl_to_teacher"]) <= CONTROL_KL:
+        distance = float(control["kl_to_teacher"])
+        if model.dtype == torch.float32 and not abs(distance) <= CONTROL_KL:
             warnings.warn(
-                f"ablation: the control row is {control['kl_to_teacher']:.2g} nats away from the "
-                "teacher and must equal it; do not trust this table",
+                f"ablation: the control row is {distance:.2g} nats away from the teacher and must "
+                "equal it; do not trust this table",
                 stacklevel=2,
             )
     return results
@@ -198,7 +199,7 @@ def _linearized_base(
 @contextmanager
 def _exact_keys(
     model: nn.Module, *, window: int | None = None, sinks: int | None = None, linear: bool = True
-) -> Iterator[None]:
+) -> Generator[None]:
     """Runs the block with another number of exact keys in every converted layer."""
     heads = [module.linearized for module in linearized_modules(model).values()]
     before = [(head.window, head.sinks) for head in heads]

@@ -6,9 +6,8 @@ What is scored, and with which context, is the protocol of `windows`. Other prot
 numbers (llama.cpp scores half of each chunk): compare results where `check_comparable` lets you.
 """
 
-import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -120,7 +119,7 @@ def json_ready(value: Any) -> Any:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Generator[None]:
     """Runs the block without gradients and with the model in evaluation mode."""
     was_training = model.training
     model.eval()
@@ -204,7 +203,7 @@ def head_logits(model: nn.Module, body: ModelOutput, part: slice) -> Tensor:
 
 
 def _sliced(output: ModelOutput, part: slice) -> ModelOutput:
-    return dataclasses.replace(output, last_hidden_state=output.last_hidden_state[:, part])
+    return type(output)(**{**output, "last_hidden_state": output.last_hidden_state[:, part]})
 
 
 def mean_and_se(sums: Tensor, counts: Tensor) -> tuple[float, float | None]:

@@ -31,6 +31,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+NEGLIGIBLE = -80.0  # exp of it, against a sum of at least 1, is below the resolution of fp64
 EMPTY = -1e30  # the logarithm of an empty sum: finite, so that differences and gradients stay finite
 CHUNK = 64
 CHUNK_LOG = 16  # chunk of maps in log space, whose diagonal blocks hold [C, C, F]
@@ -220,18 +221,26 @@ def _join(op, exact, linear):
 
 
 def _exact_part(op, q, k, v, mask, beta, alpha, sink_logit):
-    """(output, log mass) of exact attention on given keys. mask is bool; a row without a key gives 0 and EMPTY."""
-    scores = op.scores(q @ k.mT).masked_fill(~mask, EMPTY)
+    """(output, log mass) of exact attention of rows q [..., R C, D] on the keys k, v [..., U, .].
+
+    mask [..., 1, C, U] is bool; beta, alpha, sink_logit broadcast over [..., R, C, 1]. A row without a key gives 0 and EMPTY.
+    Masks are sums and products and the argument of exp has a floor, because selections, and exponentials that underflow,
+    cost a CPU ten times as much.
+    """
+    C = mask.shape[-2]
+    there = mask.to(q.dtype)
+    scores = op.scores(q @ k.mT).unflatten(-2, (-1, C)) + (there - 1) * -EMPTY  # [..., R, C, U]
     top = scores.amax(-1, keepdim=True)
     if sink_logit is not None:
         top = torch.maximum(top, sink_logit)
     shift = top.detach().clamp(min=EMPTY / 10)
-    weights = (scores - shift).exp()
+    weights = F.threshold(scores - shift, NEGLIGIBLE, NEGLIGIBLE).exp() * there
     mass = weights.sum(-1, keepdim=True)
     if sink_logit is not None:
         mass = mass + (sink_logit - shift).exp()
-    out = (weights @ v) / torch.where(mass > 0, mass, 1)
-    return out, torch.where(mass > 0, beta + (alpha - 1) * top + shift + _log(mass), EMPTY)
+    out = weights.flatten(-3, -2) @ v / torch.where(mass > 0, mass, 1).flatten(-3, -2)
+    log_mass = torch.where(mass > 0, beta + (alpha - 1) * top + shift + _log(mass), EMPTY)
+    return out, log_mass.flatten(-3, -2)
 
 
 def _linear_part(num, den, scale=0.0):
@@ -274,10 +283,10 @@ def hybrid_step(op, q, k, v, state):
         if op.window:
             at = torch.arange(P + 1, device=q.device) + place[:, None]
             all_k, all_v, mask = [sink_k, keys], [sink_v, values], [*mask, at >= N]
-        per_head = (None if p is None else p.to(wide).view(G, -1, 1) for p in op.per_head)
+        per_head = (None if p is None else p.to(wide).view(G, -1, 1, 1) for p in op.per_head)
         exact = _exact_part(
             op, _group(q.squeeze(2), G).to(wide), torch.cat(all_k, 2).to(wide), torch.cat(all_v, 2).to(wide),
-            torch.cat(mask, 1)[:, None, None], *per_head,
+            torch.cat(mask, 1)[:, None, None, None], *per_head,
         )  # fmt: skip
         exact = tuple(x.flatten(1, 2) for x in exact)  # [B, H, Dv], [B, H, 1]
     linear = None
@@ -426,11 +435,8 @@ def _exact_chunks(op, q, keys, values, sink_k, sink_v, place, there, C):
         counts = (there & (place >= N)).unfold(1, P + C, C)[:, :, None]  # [B, n, 1, P + C]
         mask.append((age >= 0) & (age < op.window) & counts)
         spans = [(*s, x.to(wide).unfold(2, P + C, C).mT) for s, x in zip(spans, (keys, values))]
-    mask = torch.cat(mask, -1)[:, None].repeat(1, 1, 1, R, 1)  # [B, 1, n, R C, N + P + C]
-    per_head = (
-        None if p is None else p.to(wide).view(G, 1, R, 1).expand(-1, -1, -1, C).reshape(G, 1, R * C, 1)
-        for p in op.per_head
-    )
+    mask = torch.cat(mask, -1)[:, None, :, None]  # [B, 1, n, 1, C, N + P + C]
+    per_head = (None if p is None else p.to(wide).view(G, 1, R, 1, 1) for p in op.per_head)
     k, v = (torch.cat(s, 3) for s in spans)
     return tuple(_unchunk(x, C) for x in _exact_part(op, rows, k, v, mask, *per_head))
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from linearize.evaluation.windows import UNSCORED, Windows, prefix_token, read_text
 
@@ -122,6 +122,14 @@ def test_words_and_bytes_cover_exactly_the_scored_tokens():
     assert (cut.num_words, cut.num_bytes) == (2 + 3, 3 + 6)
     context_only = read_text(tokenizer, "a b c", bos="none")
     assert context_only.num_bytes == len(" b c")
+
+
+def test_text_of_a_cut_document_is_unknown_where_the_tokenizer_tells_no_offsets():
+    tokenizer = ByT5Tokenizer()
+    whole = read_text(tokenizer, "a b c", bos="first")
+    assert (whole.prefix, whole.num_words, whole.num_bytes) == (1, 3, 5)
+    cut = read_text(tokenizer, "a b c", bos="first", max_tokens=3)
+    assert (cut.num_words, cut.num_bytes) == (None, None)
 
 
 def test_token_limit_runs_over_documents():

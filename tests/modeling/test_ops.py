@@ -21,7 +21,7 @@ from linearize.modeling.ops import (
 )
 
 MAPS = list(FEATURE_MAPS)
-exhaustive = settings(max_examples=25, deadline=None, derandomize=True)
+many = settings(max_examples=20, deadline=None, derandomize=True)
 
 
 def chunked(case, **options):
@@ -133,7 +133,7 @@ def test_definition_row_by_row(name, mixing):
 
 
 @given(data=st.data())
-@exhaustive
+@many
 def test_definition_with_every_option(data):
     options = data.draw(
         st.fixed_dictionaries(
@@ -199,7 +199,7 @@ def lengths_around(window, sinks):
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_three_forms_agree_everywhere(data):
     window, sinks = data.draw(st.sampled_from([0, 1, 4, 7])), data.draw(st.sampled_from([0, 2, 9]))
     tokens = data.draw(st.sampled_from(lengths_around(window, sinks)) | st.integers(1, 24))
@@ -218,7 +218,7 @@ def test_three_forms_agree_everywhere(data):
 
 
 @given(data=st.data())
-@exhaustive
+@many
 def test_any_split_over_calls(data):
     case = make_case(
         data.draw(st.sampled_from(MAPS)), tokens=17, window=data.draw(st.sampled_from([1, 4, 7])),

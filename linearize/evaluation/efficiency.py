@@ -1,0 +1,181 @@
+"""Time and memory of a converted model against its softmax teacher, side by side in one run.
+
+Teacher and student are one object, measured in turn in the same process, round by round, and the fastest round counts: on a
+shared computer the ratios mean something where the seconds do not. Random tokens; the time does not depend on them.
+"""
+
+import gc
+import threading
+import time
+from contextlib import nullcontext
+
+import psutil
+import torch
+from transformers import DynamicCache
+
+from ..modeling.attention import linearized_modules, teacher
+
+ROUNDS = 3
+
+
+def efficiency(
+    model,
+    *,
+    contexts=(1024, 4096, 16384),
+    prefills=(1024, 4096, 8192),
+    decode_tokens=16,
+    rounds=ROUNDS,
+    seed=0,
+):
+    """Decode and prefill of a converted model and of its teacher.
+
+    Args:
+        model: a converted model; its teacher is the same object in softmax mode.
+        contexts: tokens in the cache when a decode step is timed.
+        prefills: prompt lengths, each read in one call without a cache.
+        decode_tokens: steps per round; the mean of a round is one measurement, and the fastest round counts.
+        rounds: how often each side is measured, in turn.
+
+    Returns:
+        {"decode": [{"context", "converted_s", "teacher_s", "speedup", "converted_cache_bytes", "teacher_cache_bytes"}],
+        "prefill": [{"tokens", "converted_s", "teacher_s", "speedup", "converted_peak_bytes", "teacher_peak_bytes"}],
+        "decode_growth": seconds per token at the longest context over those at the shortest, "dtype", "threads"}; peak bytes
+        are what the process grew by.
+
+    Raises:
+        ValueError: the model is not converted.
+    """
+    if not linearized_modules(model):
+        raise ValueError(
+            "efficiency: this model has no linearized layer; convert it first, there is nothing to compare"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(vocabulary, (1, max(*contexts, *prefills)), generator=generator).to(
+        model.device
+    )
+    model.eval()
+    with torch.no_grad():
+        decode = [_decode(model, ids[:, :n], decode_tokens, rounds) for n in contexts]
+        prefill = [_prefill(model, ids[:, :n], rounds) for n in prefills]
+    return {
+        "decode": decode,
+        "prefill": prefill,
+        "decode_growth": decode[-1]["converted_s"] / decode[0]["converted_s"],
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _modes(model):
+    return {"converted": nullcontext(), "teacher": teacher(model)}
+
+
+def _decode(model, ids, steps, rounds):
+    caches = {}
+    for name, mode in _modes(model).items():
+        with mode:
+            caches[name] = _filled_cache(model, ids, name)
+    seconds = {name: [] for name in caches}
+    token = ids[:, -1:]
+    for _ in range(rounds):
+        for name, mode in _modes(model).items():
+            with mode:
+                _timed(lambda: model(token, cache=caches[name], use_cache=True), model.device)
+                start = time.perf_counter()
+                for _ in range(steps):
+                    model(token, cache=caches[name], use_cache=True)
+                _synchronize(model.device)
+                seconds[name].append((time.perf_counter() - start) / steps)
+    row = {"context": ids.shape[1], **{f"{name}_s": min(times) for name, times in seconds.items()}}
+    row["speedup"] = row["teacher_s"] / row["converted_s"]
+    return row | {f"{name}_cache_bytes": cache_bytes(cache) for name, cache in caches.items()}
+
+
+def _filled_cache(model, ids, name, chunk=1024):
+    """A cache that holds the tokens ids [1, T].
+
+    The converted model reads them in chunks. The teacher's keys and values are random numbers of the right shape: reading a
+    long prompt would take it minutes, and a step takes the same time whatever they are.
+    """
+    cache = DynamicCache(config=model.config)
+    if name == "converted":
+        for part in ids.split(chunk, 1):
+            model(part, cache=cache, use_cache=True, logits_to_keep=1)
+        return cache
+    model(ids[:, :1], cache=cache, use_cache=True)
+    for layer in cache.layers:
+        B, G, _, D = layer.keys.shape
+        more = ids.shape[1] - layer.keys.shape[2]
+        layer.update(
+            layer.keys.new_empty(B, G, more, D).normal_(),
+            layer.values.new_empty(B, G, more, D).normal_(),
+        )
+    return cache
+
+
+def cache_bytes(cache):
+    """Bytes of the tensors that a cache holds between two calls."""
+    total = 0
+    for layer in cache.layers:
+        tensors = getattr(layer, "state", None) or (layer.keys, layer.values)
+        total += sum(x.numel() * x.element_size() for x in tensors)
+    return total
+
+
+def _prefill(model, ids, rounds):
+    seconds, peaks = {"converted": [], "teacher": []}, {}
+    for _ in range(rounds):
+        for name, mode in _modes(model).items():
+            with mode, _Peak(model.device) as peak:
+                seconds[name].append(
+                    _timed(lambda: model(ids, use_cache=False, logits_to_keep=1), model.device)
+                )
+            peaks[name] = max(peaks.get(name, 0), peak.bytes)
+    row = {"tokens": ids.shape[1], **{f"{name}_s": min(times) for name, times in seconds.items()}}
+    row["speedup"] = row["teacher_s"] / row["converted_s"]
+    return row | {f"{name}_peak_bytes": value for name, value in peaks.items()}
+
+
+def _synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _timed(function, device):
+    _synchronize(device)
+    start = time.perf_counter()
+    function()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+class _Peak:
+    """How much memory grew at most inside the context: of the GPU, or of the process, looked at every 2 ms."""
+
+    def __init__(self, device):
+        self.device, self.bytes = device, 0
+
+    def __enter__(self):
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.before = torch.cuda.memory_allocated(self.device)
+            return self
+        self.process = psutil.Process()
+        self.before = self.process.memory_info().rss
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
+        return self
+
+    def _watch(self):
+        while not self.stop.wait(0.002):
+            self.bytes = max(self.bytes, self.process.memory_info().rss - self.before)
+
+    def __exit__(self, *exception):
+        if self.device.type == "cuda":
+            self.bytes = torch.cuda.max_memory_allocated(self.device) - self.before
+            return
+        self.stop.set()
+        self.thread.join()
