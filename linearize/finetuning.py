@@ -1,8 +1,9 @@
-"""Stage 2, finetuning: LoRA or all weights, end to end, against the labels, the teacher's logits, or both.
+"""Stage 2, finetuning: LoRA or all weights, against the labels, the teacher's logits, or both.
 
 Legend: B batch, T tokens, D hidden size, V vocabulary, N targets.
 
-With LoRA the teacher is the same model with adapters off and softmax attention: no second copy. Logits are computed for a few
+With LoRA the teacher is the same model with adapters off and softmax attention: no second copy.
+    Logits are computed for a few
 hundred targets at a time, so that [B, T, V] never exists.
 """
 
@@ -18,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import set_seed
 from transformers.pytorch_utils import Conv1D
 
-from .losses import token_losses
-from .modeling.attention import branches, linearized_modules, teacher
-from .training import evaluating, preserved, train
+from linearize.losses import token_losses
+from linearize.modeling.attention import branches, linearized_modules, teacher
+from linearize.training import evaluating, preserved, train
 
 METHODS = ("lora", "full")
 LOSSES = ("kl", "ce", "mix")
@@ -63,22 +64,23 @@ def finetune(
         model: a converted model.
         dataset: a `TokenDataset`.
         output_dir: where checkpoints and log.jsonl go.
-        method: "lora", or "full" for all weights; a bf16 model trains fp32 weights under bf16 autocast, and with a KL loss
-            "full" holds a frozen copy of the teacher.
-        targets: names of the layers that get LoRA, as in "q_proj" or "self_attn.q_proj"; None for every projection of the
-            attention modules (q, k, v, o).
+        method: "lora", or "full" for all weights; a bf16 model trains fp32 weights under bf16
+            autocast, and with a KL loss "full" holds a frozen copy of the teacher.
+        targets: names of the layers that get LoRA, as in "q_proj" or "self_attn.q_proj"; None for
+            every projection of the attention modules (q, k, v, o).
         rank, alpha: of LoRA; its weights are fp32.
-        loss: KL to the teacher, cross-entropy on the labels, or "mix", kl_weight * KL + ce_weight * CE. Each is the mean
-            over the valid targets of the effective batch.
-        train_linearized: whether the new parameters train too; they have a gradient in mode "linear" only.
-        mode: what is trained: the "linear" model; the teacher with "softmax" attention; or "window", the window and sinks
-            alone. The last two are baselines.
+        loss: KL to the teacher, cross-entropy on the labels, or "mix", kl_weight * KL + ce_weight *
+            CE. Each is the mean over the valid targets of the effective batch.
+        train_linearized: whether the new parameters train too; they have a gradient in mode
+            "linear" only.
+        mode: what is trained: the "linear" model; the teacher with "softmax" attention; or
+            "window", the window and sinks alone. The last two are baselines.
         merge: merge LoRA into the weights and return a plain model; False returns the PeftModel.
         resume: "auto" goes on from the newest checkpoint in output_dir, "never" starts over.
 
     Returns:
-        The model, and {"tokens", "steps", "seconds", "tokens_per_s", "trainable_parameters", "history"}; an entry of history
-        has "step", "loss", "ce" and, with a teacher, "kl".
+        The model, and {"tokens", "steps", "seconds", "tokens_per_s", "trainable_parameters",
+        "history"}; an entry of history has "step", "loss", "ce" and, with a teacher, "kl".
     """
     weights = {"kl": (0.0, 1.0), "ce": (1.0, 0.0), "mix": (ce_weight, kl_weight)}.get(loss)
     _check(model, method, loss, mode, weights)
@@ -92,13 +94,20 @@ def finetune(
     with ExitStack() as stack:
         stack.enter_context(preserved(model))
         set_seed(seed)
-        frozen = copy.deepcopy(model).requires_grad_(False) if method == "full" and weights[1] else None
+        frozen = (
+            copy.deepcopy(model).requires_grad_(False) if method == "full" and weights[1] else None
+        )
         if method == "lora":
-            trained, autocast = add_lora(model, targets, rank=rank, alpha=alpha, train_linearized=train_new), None
+            trained, autocast = (
+                add_lora(model, targets, rank=rank, alpha=alpha, train_linearized=train_new),
+                None,
+            )
         else:
             trained, autocast = model, model.dtype if model.dtype == torch.bfloat16 else None
             stack.enter_context(_fp32_weights(model, train_linearized=train_new))
-        stack.enter_context({"linear": nullcontext, "softmax": teacher, "window": _window_only}[mode](model))
+        stack.enter_context(
+            {"linear": nullcontext, "softmax": teacher, "window": _window_only}[mode](model)
+        )
         if gradient_checkpointing:
             stack.enter_context(_checkpointed(model))
         trainable = [p for p in trained.parameters() if p.requires_grad]
@@ -133,18 +142,26 @@ def finetune(
 
 
 def _check(model, method, loss, mode, weights):
-    for key, value, allowed in (("method", method, METHODS), ("loss", loss, LOSSES), ("mode", mode, MODES)):
+    for key, value, allowed in (
+        ("method", method, METHODS),
+        ("loss", loss, LOSSES),
+        ("mode", mode, MODES),
+    ):
         if value not in allowed:
-            raise ValueError(f"finetune.{key}: {value!r} is not allowed; choose from {', '.join(allowed)}")
+            raise ValueError(
+                f"finetune.{key}: {value!r} is not allowed; choose from {', '.join(allowed)}"
+            )
     if not any(weights):
-        raise ValueError("finetune.loss: 'mix' with ce_weight 0 and kl_weight 0 trains nothing; give one a weight")
+        raise ValueError(
+            "finetune.loss: 'mix' with ce_weight 0 and kl_weight 0 trains nothing; raise one"
+        )
     if not linearized_modules(model):
         raise ValueError("finetune: this model has no linearized layer; convert it first")
 
 
-# ------------------------------------------------------------------------------------------------ what trains
+# ------------------------------------------------------------------------------------- what trains
 def attention_projections(model):
-    """Names such as "self_attn.q_proj": every linear layer of the converted attention modules, new parameters apart."""
+    """Names such as "self_attn.q_proj": every linear layer of the converted attention modules."""
     names = {}
     attention = set(linearized_modules(model).values())
     for path, module in model.named_modules():
@@ -157,7 +174,7 @@ def attention_projections(model):
 
 
 def add_lora(model, targets, *, rank, alpha, train_linearized):
-    """A PeftModel of `model`, in place, with fp32 LoRA on `targets`; a name that matches nothing is refused."""
+    """A PeftModel of `model`, in place, with fp32 LoRA on `targets`, each of which must match."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
     if not targets:
         raise ValueError("finetune.targets: empty; name the projections that get LoRA")
@@ -165,7 +182,10 @@ def add_lora(model, targets, *, rank, alpha, train_linearized):
     for target, modules in found.items():
         if not modules:
             names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-            raise ValueError(f"finetune.targets: {target!r} is no linear layer of this model; choose from {names}")
+            raise ValueError(
+                f"finetune.targets: {target!r} is no linear layer of this model; "
+                f"choose from {names}"
+            )
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
@@ -183,10 +203,14 @@ def add_lora(model, targets, *, rank, alpha, train_linearized):
 def _fp32_weights(model, *, train_linearized):
     """The model with every weight in fp32 and trainable; each gets its own dtype back."""
     dtypes = [(p, p.dtype) for p in model.parameters()]
-    new = {p for module in linearized_modules(model).values() for p in module.linearized.parameters()}
+    new = {
+        p for module in linearized_modules(model).values() for p in module.linearized.parameters()
+    }
     for parameter, _ in dtypes:
         parameter.data = parameter.data.float()
-        parameter.requires_grad_(parameter not in new or (train_linearized and parameter.requires_grad))
+        parameter.requires_grad_(
+            parameter not in new or (train_linearized and parameter.requires_grad)
+        )
     try:
         yield model
     finally:
@@ -202,7 +226,9 @@ def _window_only(model):
 def _checkpointed(model):
     """Activations of a layer are recomputed in the backward pass."""
     if not model.supports_gradient_checkpointing:
-        raise ValueError(f"gradient_checkpointing: {type(model).__name__} does not support it; leave it off")
+        raise ValueError(
+            f"gradient_checkpointing: {type(model).__name__} does not support it; leave it off"
+        )
     model._set_gradient_checkpointing(True, partial(checkpoint, use_reentrant=False))
     try:
         yield
@@ -210,9 +236,9 @@ def _checkpointed(model):
         model._set_gradient_checkpointing(False)
 
 
-# ------------------------------------------------------------------------------------------------ the objective
+# ----------------------------------------------------------------------------------- the objective
 class LogitObjective:
-    """ce_weight * CE + kl_weight * KL(teacher || student) over the valid targets; see `training.Objective`."""
+    """ce_weight * CE + kl_weight * KL(teacher || student); see `training.Objective`."""
 
     def __init__(self, model, ce_weight, kl_weight, *, frozen=None, autocast=None):
         """`frozen` is a copy that serves as teacher; None: the model itself, with adapters off."""
@@ -221,7 +247,9 @@ class LogitObjective:
         self.frozen, self.autocast = frozen, autocast
         self.ce_weight, self.kl_weight = ce_weight, kl_weight
         self.groups = [[p for p in model.parameters() if p.requires_grad]]
-        inside = set(self.student.get_decoder().parameters()) - set(self.student.get_output_embeddings().parameters())
+        inside = set(self.student.get_decoder().parameters()) - set(
+            self.student.get_output_embeddings().parameters()
+        )
         self.head = [p for p in self.student.parameters() if p.requires_grad and p not in inside]
         self.state = {}
 
@@ -258,7 +286,7 @@ class LogitObjective:
 
     @contextmanager
     def _teacher(self):
-        """The model as it was before this stage, with softmax attention, in eval mode, without gradients."""
+        """The model before this stage: softmax attention, in eval mode, without gradients."""
         language_model = self.frozen or self.student
         adapters_off = self.adapted.disable_adapter() if self.adapted else nullcontext()
         with adapters_off, teacher(language_model), evaluating(language_model):
@@ -269,11 +297,16 @@ class LogitObjective:
             return head_logits(language_model, hidden)
 
 
-# ------------------------------------------------------------------------------------------------ decoder and head apart
+# -------------------------------------------------------------------------- decoder and head apart
 def decode(model, language_model, inputs):
-    """Hidden states [B, T, D] that the head of `language_model` gets when `model`, it or a wrapper of it, is called."""
+    """Hidden states [B, T, D] that the head of `language_model` gets.
+
+    `model` is called: `language_model` itself or a wrapper of it.
+    """
     found = []
-    hook = language_model.get_decoder().register_forward_hook(lambda module, args, output: found.append(output[0]))
+    hook = language_model.get_decoder().register_forward_hook(
+        lambda module, args, output: found.append(output[0])
+    )
     try:
         model(**inputs, use_cache=False, logits_to_keep=1)
     finally:
@@ -282,7 +315,7 @@ def decode(model, language_model, inputs):
 
 
 def head_logits(language_model, hidden):
-    """Logits [n, V] of hidden states [n, D], by the family's own forward: with its scale, bias and soft cap."""
+    """Logits [n, V] of hidden states [n, D] by the family's forward, with scale and soft cap."""
     decoder = language_model.get_decoder()
     stand_in = {"forward": lambda *args, **kwargs: _Decoded(hidden[None])}
     before = {name: value for name, value in vars(decoder).items() if name in stand_in}

@@ -1,23 +1,28 @@
-"""What the stages minimise, as pure functions: errors of attention outputs, of attention weights and of next-token logits.
+"""What the stages minimise, as pure functions: errors of attention outputs, weights, and logits.
 
-Legend: B batch, H query heads, G key/value heads, T tokens, Q queries, D head size, Dv value size, V vocabulary, N targets.
-Every loss is a *sum*: the caller divides by the count of the whole effective batch, so that splitting a batch into
-micro-batches changes nothing. Everything is computed in fp32 (fp64 for fp64 input).
+Legend: B batch, H query heads, G key/value heads, T tokens, Q queries, D head size, Dv value size,
+    V vocabulary, N targets.
+Every loss is a *sum*: the caller divides by the count of the whole effective batch, so that
+splitting a batch into micro-batches changes nothing. Everything is computed in fp32 (fp64 for fp64
+input).
 """
 
 import torch
 import torch.nn.functional as F
 
-from .modeling.ops import compute_dtype, masks
+from linearize.modeling.ops import compute_dtype, masks
 
-LOWEST_LOG_WEIGHT = -23.0  # 1e-10: a student that gives a key no weight at all costs this much, not infinity
+LOWEST_LOG_WEIGHT = (
+    -23.0
+)  # 1e-10: a student that gives a key no weight at all costs this much, not infinity
 
 
-# ------------------------------------------------------------------------------------------------ attention outputs
+# ------------------------------------------------------------------------------- attention outputs
 def output_error(student, teacher, weight):
-    """Sum over queries of weight * |student - teacher|^2; student, teacher [B, H, Q, Dv], weight [B, Q].
+    """Sum over queries of weight * |student - teacher|^2; outputs [B, H, Q, Dv], weight [B, Q].
 
-    Divided by the layer's mean |teacher|^2 and by the number of queries this is objective (a) of docs/concepts.md.
+    Divided by the layer's mean |teacher|^2 and by the number of queries this is objective (a) of
+    docs/concepts.md.
     """
     dtype = compute_dtype(student)
     error = (student.to(dtype) - teacher.to(dtype)).square().sum((1, 3))  # [B, Q]
@@ -25,16 +30,19 @@ def output_error(student, teacher, weight):
 
 
 def output_energy(teacher, weight):
-    """Sum over queries of weight * |teacher|^2, in float64; teacher [B, H, Q, Dv], weight [B, Q]."""
+    """Sum over queries of weight * |teacher|^2 in float64; teacher [B, H, Q, Dv], weight [B, Q]."""
     return (teacher.double().square().sum((1, 3)) * weight).sum()
 
 
-# ------------------------------------------------------------------------------------------------ attention weights
-def teacher_log_weights(q, k, queries, *, scaling, softcap=None, sink_logit=None, valid=None, documents=None):
-    """Log weights [B, H, Q, T] of causal softmax attention for some queries; -inf where a key is not seen.
+# ------------------------------------------------------------------------------- attention weights
+def teacher_log_weights(
+    q, k, queries, *, scaling, softcap=None, sink_logit=None, valid=None, documents=None
+):
+    """Log weights [B, H, Q, T] of causal softmax attention for some queries; -inf: not seen.
 
-    q [B, H, T, D]; k [B, G, T, D]; queries [B, Q] int64; sink_logit [H], the extra logit some families keep in every
-    row's normaliser; valid [B, T] bool; documents [B, T] int. A row of padding is -inf throughout.
+    q [B, H, T, D]; k [B, G, T, D]; queries [B, Q] int64; sink_logit [H], the extra logit some
+    families keep in every row's normaliser; valid [B, T] bool; documents [B, T] int. A row of
+    padding is -inf throughout.
     """
     B, H, T, D = q.shape
     dtype = compute_dtype(q)
@@ -55,34 +63,40 @@ def teacher_log_weights(q, k, queries, *, scaling, softcap=None, sink_logit=None
 def attention_kl(teacher, student, weight):
     """Sum over queries of weight * KL(teacher row || student row), averaged over heads.
 
-    teacher, student [B, H, Q, T] log weights, weight [B, Q]. Cross-entropy minus the teacher's entropy: 0 is perfect, and
-    layers compare. Student weights below 1e-10 count as 1e-10, since some maps give exact zeros.
-    Source: the attention-weight objective of Zhang et al. 2024, arXiv:2402.04347, eq. 4. Differs: the entropy is subtracted.
+    teacher, student [B, H, Q, T] log weights, weight [B, Q]. Cross-entropy minus the teacher's
+    entropy: 0 is perfect, and layers compare. Student weights below 1e-10 count as 1e-10, since
+    some maps give exact zeros. Source: the attention-weight objective of Zhang et al. 2024,
+    arXiv:2402.04347, eq. 4. Differs: the entropy is subtracted.
     """
     probability = teacher.exp()
     gap = teacher.masked_fill(probability == 0, 0) - student.clamp(min=LOWEST_LOG_WEIGHT)
     return ((probability * gap).sum(-1).mean(1) * weight).sum()
 
 
-# ------------------------------------------------------------------------------------------------ next-token logits
-def token_losses(hidden, targets, logits, *, ce_weight, kl_weight, teacher=None, parameters=(), chunk=512):
-    """ce_weight * CE + kl_weight * KL(teacher || student), summed over N targets, and {"ce", "kl"}, the two sums.
+# ------------------------------------------------------------------------------- next-token logits
+def token_losses(
+    hidden, targets, logits, *, ce_weight, kl_weight, teacher=None, parameters=(), chunk=512
+):
+    """(ce_weight * CE + kl_weight * KL(teacher || student), {"ce", "kl"}): sums over N targets.
 
-    hidden [N, D]: the decoder's output where a target is predicted; targets [N] int64; logits: a function from [n, D] to
-    [n, V]; teacher: None, or (hidden [N, Dt], logits function) of the teacher. `parameters` are those of `logits` that
-    train. The gradient is taken chunk by chunk as the loss is computed, so that [N, V] never exists; nothing is computed
-    twice. Backward gives the gradient to `hidden` and `parameters`.
+    hidden [N, D]: the decoder's output where a target is predicted; targets [N] int64; logits: a
+    function from [n, D] to [n, V]; teacher: None, or (hidden [N, Dt], logits function) of the
+    teacher. `parameters` are those of `logits` that train. The gradient is taken chunk by chunk as
+    the loss is computed, so that [N, V] never exists; nothing is computed twice. Backward gives the
+    gradient to `hidden` and `parameters`.
     """
     tensors = [t for t in (hidden, *parameters) if t.requires_grad and torch.is_grad_enabled()]
     gradients = [torch.zeros_like(t) for t in tensors]
     total = torch.zeros((), device=hidden.device)
-    sums = {name: total for name in (("ce",) if teacher is None else ("ce", "kl"))}
+    sums = dict.fromkeys(("ce",) if teacher is None else ("ce", "kl"), total)
     for start in range(0, len(targets), chunk):
         part = slice(start, start + chunk)
         leaves = [hidden[part].detach().requires_grad_() if t is hidden else t for t in tensors]
         rows = leaves[0] if leaves and tensors[0] is hidden else hidden[part].detach()
         with torch.set_grad_enabled(bool(leaves)):
-            loss, parts = _chunk_losses(rows, targets[part], logits, ce_weight, kl_weight, teacher, part)
+            loss, parts = _chunk_losses(
+                rows, targets[part], logits, ce_weight, kl_weight, teacher, part
+            )
         found = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
         for gradient, leaf, new in zip(gradients, leaves, found, strict=True):
             if new is not None:
@@ -107,11 +121,12 @@ def _chunk_losses(rows, targets, logits, ce_weight, kl_weight, teacher, part):
     return ce_weight * ce + kl_weight * kl, {"ce": ce, "kl": kl}
 
 
-# ------------------------------------------------------------------------------------------------ early gradients
+# --------------------------------------------------------------------------------- early gradients
 def with_gradient(value, tensors, gradients):
     """`value` as a scalar whose gradient with respect to `tensors` is the given one.
 
-    For losses whose gradient is worked out while they are computed: what autograd would keep until `backward` (rows of
+    For losses whose gradient is worked out while they are computed: what autograd would keep until
+        `backward` (rows of
     weights, logits) can be freed at once.
     """
     if not tensors:

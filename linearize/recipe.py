@@ -129,6 +129,7 @@ class DataSection(Section):
     held_out: Fraction = Field(0.02, description="Share of the rows that is never trained on.")
     eos_between: bool = Field(True, description="Put the end-of-text token between documents.")
     temperature: Positive = Field(1.0, description="Sampling temperature of 'self'.")
+    batch_size: Count = Field(32, description="Documents that 'self' writes at the same time.")
 
 
 class TransferSection(Section):

@@ -155,6 +155,7 @@ class _Job:
                 tokenizer,
                 num_tokens=section.max_tokens,
                 temperature=section.temperature,
+                batch_size=section.batch_size,
                 progress=self.progress,
                 **shared,
             )
@@ -222,6 +223,10 @@ class _Job:
         for name, (mode, answer) in BASELINES.items():
             table = self.directory.results["ablation"]
             if name in table:
+                continue
+            if mode == "softmax" and section.loss == "kl":
+                # the teacher's divergence from itself is zero, and so is its gradient
+                self.directory.record(ablation=table | {name: table["teacher"]})
                 continue
             trained = self._finetune(self._convert(self._load_base()[0]), name, mode)
             with self.directory.timed(f"ablation {name}"):

@@ -1,7 +1,8 @@
-"""The training loop of both stages: one transformers Trainer, with exact accumulation, exact resume and small checkpoints.
+"""The training loop of both stages: one transformers Trainer with exact accumulation and resume.
 
-A stage is an *objective*: it says what the loss of a batch is and what it is divided by. The loop does the rest. A
-checkpoint holds the tensors that train, never the frozen model, and is complete or absent.
+A stage is an *objective*: it says what the loss of a batch is and what it is divided by. The loop
+does the rest. A checkpoint holds the tensors that train, never the frozen model, and is complete or
+absent.
 """
 
 import hashlib
@@ -29,17 +30,20 @@ RESUME = ("auto", "never")
 class Objective(Protocol):
     """What a stage minimises."""
 
-    groups: list  # parameters [[...], ...]: gradients are clipped per group; the loss is the mean over groups
-    state: dict  # numbers, JSON, that belong to the objective and travel in the checkpoint
+    groups: list  # [[parameter, ...], ...]; the loss is the mean over groups, clipped per group
+    state: dict  # numbers that belong to the objective and travel in the checkpoint, as JSON
 
     def start(self, model, dataset):
         """Sets `state` before the first step; not called when a run is resumed."""
 
     def count(self, batch) -> int:
-        """What the summed loss of the batch is divided by, together with the rest of the effective batch."""
+        """What the summed loss is divided by, together with the rest of the effective batch."""
 
     def __call__(self, model, batch, generator):
-        """(summed loss, {name: summed part}); `generator` is reseeded at each optimiser step. "a.b" nests in the log."""
+        """(summed loss, {name: summed part}); a part "a.b" is nested in the log.
+
+        `generator` is reseeded at each optimiser step.
+        """
 
 
 def train(
@@ -63,15 +67,18 @@ def train(
     resume,
     progress,
 ):
-    """Metrics of a finished training run: tokens, steps, seconds, tokens_per_s, history. Trains what requires a gradient.
+    """Metrics of a training run; trains what requires a gradient.
 
-    `settings` is what defines the result besides the arguments here: a run is only resumed under equal settings, and one
-    that is finished is only loaded. The number of steps is `max_steps`, or as many as fit into `max_tokens`, or one pass
-    over the data. The learning rate warms up over the fraction `warmup` of the steps and then follows a cosine to zero.
-    `clip` 0 or None: no clipping. `resume` "auto" or "never" (start over).
+    `settings` is what defines the result besides the arguments here: a run is only resumed under
+    equal settings, and one that is finished is only loaded. The number of steps is `max_steps`, or
+    as many as fit into `max_tokens`, or one pass over the data. The learning rate warms up over the
+    fraction `warmup` of the steps and then follows a cosine to zero. `clip` 0 or None: no clipping.
+    `resume` "auto" or "never" (start over).
     """
     output_dir = Path(output_dir)
-    args = _arguments(model, output_dir, batch_size, accumulation, learning_rate, clip, seed, logging_steps)
+    args = _arguments(
+        model, output_dir, batch_size, accumulation, learning_rate, clip, seed, logging_steps
+    )
     args.max_steps = _num_steps(args, dataset, max_tokens, max_steps)
     args.warmup_steps = round(warmup * args.max_steps)
     args.save_steps = save_steps or args.max_steps
@@ -100,7 +107,9 @@ def train(
     return trainer.metrics()
 
 
-def _arguments(model, output_dir, batch_size, accumulation, learning_rate, clip, seed, logging_steps):
+def _arguments(
+    model, output_dir, batch_size, accumulation, learning_rate, clip, seed, logging_steps
+):
     """Trainer's arguments; the model stays on the kind of device that it is on."""
     on_cpu = model.device.type == "cpu"
     return TrainingArguments(
@@ -126,23 +135,35 @@ def _arguments(model, output_dir, batch_size, accumulation, learning_rate, clip,
 
 def _num_steps(args, dataset, max_tokens, max_steps):
     if max_tokens is not None and max_steps is not None:
-        raise ValueError(f"max_tokens: {max_tokens} and max_steps: {max_steps} exclude each other; give one")
+        raise ValueError(
+            f"max_tokens: {max_tokens} and max_steps: {max_steps} exclude each other; give one"
+        )
     if not len(dataset):
-        raise ValueError("data: there is not one row to train on; add text or choose a smaller length")
-    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size  # rows
+        raise ValueError(
+            "data: there is not one row to train on; add text or choose a smaller length"
+        )
+    batch = (
+        args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    )  # rows
     if max_steps is None:
-        max_steps = len(dataset) // batch if max_tokens is None else max_tokens // (batch * dataset.length)
+        max_steps = (
+            len(dataset) // batch if max_tokens is None else max_tokens // (batch * dataset.length)
+        )
     return max(1, max_steps)
 
 
-# ------------------------------------------------------------------------------------------------ the loop
+# ---------------------------------------------------------------------------------------- the loop
 class StageTrainer(Trainer):
-    """A Trainer whose loss is an objective's sum divided by the count of the whole effective batch."""
+    """A Trainer whose loss is an objective's sum over the count of the whole effective batch."""
 
     def __init__(self, model, args, dataset, objective, settings, progress):
         self.objective, self.settings = objective, settings
         super().__init__(
-            model, args, train_dataset=dataset, data_collator=collate, callbacks=[_Log(settings["stage"], progress)]
+            model,
+            args,
+            train_dataset=dataset,
+            data_collator=collate,
+            callbacks=[_Log(settings["stage"], progress)],
         )
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
@@ -152,7 +173,9 @@ class StageTrainer(Trainer):
     # -- the step
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         key = f"{self.args.seed}/{self.state.global_step}/{self.args.process_index}".encode()
-        self.generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:7]))
+        self.generator = torch.Generator().manual_seed(
+            int.from_bytes(hashlib.sha256(key).digest()[:7])
+        )
         self.steps_in_parts += 1
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
@@ -162,7 +185,9 @@ class StageTrainer(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         total, parts = self.objective(model, inputs, self.generator)
-        scale = self.accelerator.num_processes / num_items_in_batch  # gradients are averaged over processes
+        scale = (
+            self.accelerator.num_processes / num_items_in_batch
+        )  # gradients are averaged over processes
         for name, value in parts.items():
             self.parts[name] = self.parts.get(name, 0.0) + value.detach() * scale
         return total * scale
@@ -170,13 +195,17 @@ class StageTrainer(Trainer):
     def _clip_grad_norm(self, model):
         groups = self.objective.groups
         limit = self.args.max_grad_norm / len(groups)
-        return torch.stack([torch.nn.utils.clip_grad_norm_(group, limit) for group in groups]).norm()
+        return torch.stack(
+            [torch.nn.utils.clip_grad_norm_(group, limit) for group in groups]
+        ).norm()
 
     # -- the log
     def log(self, logs, start_time=None):
         if "loss" not in logs:  # Trainer's closing summary; metrics() is ours
             return
-        values = torch.stack([torch.as_tensor(v, device=self.args.device) for v in self.parts.values()])
+        values = torch.stack(
+            [torch.as_tensor(v, device=self.args.device) for v in self.parts.values()]
+        )
         values = self.accelerator.reduce(values, "mean") / self.steps_in_parts
         entry = {"step": self.state.global_step, "loss": logs["loss"]}
         entry |= _nested(zip(self.parts, values.tolist(), strict=True))
@@ -187,8 +216,8 @@ class StageTrainer(Trainer):
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, entry)
         if not torch.tensor(entry["loss"]).isfinite():
             raise ValueError(
-                f"learning_rate: the loss became {entry['loss']} by step {entry['step']} under {self.args.learning_rate:g}; "
-                "lower it, lengthen warmup or lower clip, and start again"
+                f"learning_rate: the loss became {entry['loss']} by step {entry['step']} under "
+                f"{self.args.learning_rate:g}; lower it, lengthen warmup or lower clip, and start again"
             )
 
     @property
@@ -234,13 +263,19 @@ class StageTrainer(Trainer):
             return
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: p.detach().cpu().contiguous() for name, p in self.tensors()}, folder / TENSORS)
+        save_file(
+            {name: p.detach().cpu().contiguous() for name, p in self.tensors()}, folder / TENSORS
+        )
         stage = {"settings": self.settings, "objective": self.objective.state}
         (folder / STAGE).write_text(json.dumps(stage, indent=1))
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        self.objective.state = json.loads(Path(resume_from_checkpoint, STAGE).read_text())["objective"]
-        self.seconds_before = _read_state(resume_from_checkpoint).log_history[-1]["seconds"]  # a save always logs
+        self.objective.state = json.loads(Path(resume_from_checkpoint, STAGE).read_text())[
+            "objective"
+        ]
+        self.seconds_before = _read_state(resume_from_checkpoint).log_history[-1][
+            "seconds"
+        ]  # a save always logs
         self.load_tensors(resume_from_checkpoint)
 
     def load_finished(self, checkpoint):
@@ -250,7 +285,11 @@ class StageTrainer(Trainer):
 
     def tensors(self):
         """(name, parameter) of everything that trains."""
-        return [(name, p) for name, p in self.accelerator.unwrap_model(self.model).named_parameters() if p.requires_grad]
+        return [
+            (name, p)
+            for name, p in self.accelerator.unwrap_model(self.model).named_parameters()
+            if p.requires_grad
+        ]
 
     @torch.no_grad()
     def load_tensors(self, checkpoint):
@@ -258,7 +297,8 @@ class StageTrainer(Trainer):
         saved, own = load_file(Path(checkpoint, TENSORS)), dict(self.tensors())
         if differing := sorted(saved.keys() ^ own.keys()):
             raise ValueError(
-                f"output_dir: {checkpoint} holds other parameters than this model trains (first difference: {differing[0]}); "
+                f"output_dir: {checkpoint} holds other parameters than this model trains (first "
+                f"difference: {differing[0]}); "
                 'use another output_dir, or resume="never" to start over'
             )
         for name, parameter in own.items():
@@ -292,7 +332,9 @@ class _Log(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.bar.update()
-        control.should_log = control.should_log or control.should_save  # so that a resumed run logs the same lines
+        control.should_log = (
+            control.should_log or control.should_save
+        )  # so that a resumed run logs the same lines
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         speed = (state.num_input_tokens_seen - self.tokens) / (time.perf_counter() - self.started)
@@ -317,7 +359,7 @@ def _nested(items):
     return result
 
 
-# ------------------------------------------------------------------------------------------------ resume
+# ------------------------------------------------------------------------------------------ resume
 def _checkpoint_to_resume(output_dir, settings, resume):
     """The newest checkpoint if it belongs to the same run, or None."""
     if resume not in RESUME:
@@ -334,7 +376,8 @@ def _checkpoint_to_resume(output_dir, settings, resume):
     for key in settings | saved:
         if saved.get(key) != settings.get(key):
             raise ValueError(
-                f"{key}: {output_dir} was started with {saved.get(key)!r}, this run has {settings.get(key)!r}; "
+                f"{key}: {output_dir} was started with {saved.get(key)!r}, this run has "
+                f"{settings.get(key)!r}; "
                 'use the same settings, another output_dir, or resume="never" to start over'
             )
     return checkpoint
@@ -348,10 +391,10 @@ def _read_state(checkpoint):
     return TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
 
 
-# ------------------------------------------------------------------------------------------------ the model during training
+# ----------------------------------------------------------------------- the model during training
 @contextmanager
 def preserved(model):
-    """Gives back what training changes besides weights: what requires a gradient, train mode, config.use_cache."""
+    """Gives back what training changes besides weights: requires_grad, modes, config.use_cache."""
     trainable = [(p, p.requires_grad) for p in model.parameters()]
     modes = [(m, m.training) for m in model.modules()]
     config, use_cache = model.config, model.config.use_cache

@@ -248,6 +248,7 @@ class Run:
         self.peaks = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers]
         self.rows = Rows(documents, args.seed)
         self.spent = {"tokens": 0, "seconds": 0.0, "cpu_seconds": 0.0}
+        self.budgets = {0: args.tokens}
         self.checkpoint = args.work_dir / "checkpoint.pt"
 
     def save(self) -> None:
@@ -257,12 +258,13 @@ class Run:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "random": self.rows.random.getstate(),
             "spent": self.spent,
+            "budgets": self.budgets,
         }
         torch.save(state, self.checkpoint.with_suffix(".tmp"))
         os.replace(self.checkpoint.with_suffix(".tmp"), self.checkpoint)
 
     def resume(self) -> None:
-        """Goes back to the checkpoint, where there is one."""
+        """Goes back to the checkpoint, where there is one, and notes a change of the budget."""
         if not self.checkpoint.exists():
             return
         # our own file, and the random state in it is a tuple
@@ -272,6 +274,9 @@ class Run:
             optimizer.load_state_dict(saved)
         self.rows.random.setstate(state["random"])
         self.spent = state["spent"]
+        self.budgets = state["budgets"]
+        if self.args.tokens != list(self.budgets.values())[-1]:
+            self.budgets[self.spent["tokens"]] = self.args.tokens
         print(f"resumed at {self.spent['tokens']:,} tokens from {self.checkpoint}", flush=True)
 
     def step(self) -> tuple[float, int]:

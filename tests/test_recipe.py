@@ -9,7 +9,7 @@ import yaml
 from linearize import finetuning, transfer
 from linearize import recipe as recipe_module
 from linearize.conversion import convert
-from linearize.data import load_data
+from linearize.data import generate_data, load_data
 from linearize.evaluation.ablation import ablation
 from linearize.finetuning import finetune
 from linearize.loading import DTYPES, EMBEDDED
@@ -138,8 +138,8 @@ def test_overrides(write, override, read, value):
         ("zzzzzz: 3\n", "zzzzzz: unknown key; allowed in a recipe: model, convert, data"),
         (
             "convert:\n  mixing: calibratd\n",
-            "mine.yaml:2: convert.mixing: 'calibratd' is not allowed; choose 'calibrated',"
-            " 'lolcats' or 'kernel' (did you mean calibrated?)",
+            "mine.yaml:2: convert.mixing: 'calibratd' is not allowed; choose 'calibrated', 'lolcats' "
+            "or 'kernel' (did you mean calibrated?)",
         ),
         (
             "convert:\n  window: 0\n",
@@ -327,6 +327,13 @@ def test_defaults_are_those_of_the_library(section, function):
     assert {name: mine for name, (mine, _) in shared.items()} == {
         name: theirs for name, (_, theirs) in shared.items()
     }
+
+
+def test_defaults_of_self_are_those_of_the_library():
+    parameters = inspect.signature(generate_data).parameters
+    fields = recipe_module.DataSection.model_fields
+    for name in ("temperature", "batch_size"):
+        assert fields[name].default == parameters[name].default
 
 
 @pytest.mark.parametrize(

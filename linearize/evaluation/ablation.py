@@ -44,6 +44,7 @@ from linearize.modeling.configuration_linearized import LinearizeConfig
 
 ROWS = ("teacher", "converted", "window_only", "linear_only", "swa_sinks", "control")
 FLOOR_SINKS = 4
+LOG_ZERO = -1e4  # stands for the logarithm of zero, of which a probability of zero makes nothing
 CONTROL_KL = 1e-5  # nats per token in fp32: rounding stays far below, a wrong code path far above
 
 
@@ -267,8 +268,8 @@ class _Scores:
         is_scored = targets != UNSCORED
         log_q = logits.log_softmax(-1)
         nll = -log_q.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-        p = reference.log_p.exp()
-        kl = torch.where(p > 0, p * (reference.log_p - log_q), 0).sum(-1)
+        gap = reference.log_p.clamp(min=LOG_ZERO) - log_q.clamp(min=LOG_ZERO)
+        kl = (reference.log_p.exp() * gap).sum(-1)
         agrees = (logits.argmax(-1) == reference.best).float()
         values = torch.stack([nll, kl, agrees, torch.ones_like(nll)])
         values = torch.where(is_scored, values, 0).double().cpu()  # [4, B, t]
