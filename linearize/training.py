@@ -7,6 +7,7 @@ absent.
 
 import hashlib
 import json
+import math
 import shutil
 import time
 from contextlib import contextmanager
@@ -211,14 +212,14 @@ class StageTrainer(Trainer):
         entry |= _nested(zip(self.parts, values.tolist(), strict=True))
         entry |= {"learning_rate": logs["learning_rate"], "grad_norm": logs["grad_norm"]}
         entry |= {"tokens": self.state.num_input_tokens_seen, "seconds": round(self.seconds, 3)}
+        if not math.isfinite(entry["loss"]):
+            raise ValueError(
+                f"learning_rate: the loss became {entry['loss']} by step {entry['step']} under "
+                f"{self.args.learning_rate:g}; lower it or clip, or lengthen warmup"
+            )
         self.parts, self.steps_in_parts = {}, 0
         self.state.log_history.append(entry)
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, entry)
-        if not torch.tensor(entry["loss"]).isfinite():
-            raise ValueError(
-                f"learning_rate: the loss became {entry['loss']} by step {entry['step']} under "
-                f"{self.args.learning_rate:g}; lower it, lengthen warmup or lower clip, and start again"
-            )
 
     @property
     def seconds(self):

@@ -172,7 +172,8 @@ class TransferObjective:
         if not count:
             raise ValueError(
                 f"data: no document in the first {len(rows)} rows is longer than window + sinks = "
-                f"{self.exact} tokens, so there is nothing to learn; use longer documents or a smaller window"
+                f"{self.exact} tokens, so there is nothing to learn; use longer documents, or a "
+                "smaller window"
             )
         self.state = {"energy": {str(i): total / count for i, total in sums.items()}}
 

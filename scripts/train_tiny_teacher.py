@@ -121,6 +121,24 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[torch.T
     return [torch.tensor([*encoding.ids, EOS]) for encoding in encodings]
 
 
+@dataclass(frozen=True)
+class Phase:
+    """How rows are drawn for a while: their length, and the shares of repeating and shuffled."""
+
+    length: int
+    repeats: float
+    shuffled: float
+
+
+def phase(progress: float, context: int) -> Phase:
+    """Short rows and many repeats at first; the last 40 % of the tokens look like the result."""
+    if progress < 0.2:
+        return Phase(context // 4, repeats=1 / 2, shuffled=1 / 2)
+    if progress < 0.6:
+        return Phase(context // 2, repeats=1 / 3, shuffled=1 / 2)
+    return Phase(context, repeats=1 / 6, shuffled=0)
+
+
 class Rows:
     """Training rows [B, T], drawn with a seed.
 
@@ -144,34 +162,34 @@ class Rows:
             document = torch.cat([document[:1], document[start:]])
         return document
 
-    def repeat_row(self, length: int) -> torch.Tensor:
-        """<s> A B A B ...: a passage A that returns after B, 16 to T/4 tokens of another text."""
-        a, b = (self.draw()[1:-1][: self.random.randint(16, length // 4)] for _ in range(2))
-        row = torch.cat([torch.tensor([BOS]), *[a, b] * (length // (len(a) + len(b)) + 1)])
-        return row[:length]
+    def repeat_row(self, length: int, shuffled: float) -> torch.Tensor:
+        """<s> A B A B ...: a passage A that returns after B, 16 to T/4 tokens of another text.
 
-    def row(self, length: int, repeats: float) -> torch.Tensor:
-        """One row [T], with probability `repeats` a `repeat_row`."""
-        if self.random.random() < repeats:
-            return self.repeat_row(length)
+        A share `shuffled` has the tokens of A and B in random order, and no <s>: only a head that
+        looks back can tell what comes next.
+        """
+        a, b = (self.draw()[1:-1][: self.random.randint(16, length // 4)] for _ in range(2))
+        start = [torch.tensor([BOS])]
+        if self.random.random() < shuffled:
+            a, b = (x[torch.tensor(self.random.sample(range(len(x)), len(x)))] for x in (a, b))
+            start = []
+        return torch.cat([*start, *[a, b] * (length // (len(a) + len(b)) + 1)])[:length]
+
+    def row(self, phase: Phase) -> torch.Tensor:
+        """One row [T]."""
+        if self.random.random() < phase.repeats:
+            return self.repeat_row(phase.length, phase.shuffled)
         first = self.draw()
         if self.random.random() < 1 / 4:
             first = first[self.random.randrange(1, max(2, len(first) // 2)) :]
         parts = [first]
-        while sum(map(len, parts)) < length:
+        while sum(map(len, parts)) < phase.length:
             parts.append(self.draw())
-        return torch.cat(parts)[:length]
+        return torch.cat(parts)[: phase.length]
 
-    def batch(self, tokens: int, length: int, repeats: float) -> torch.Tensor:
+    def batch(self, tokens: int, phase: Phase) -> torch.Tensor:
         """Rows [B, T] of `tokens` tokens together."""
-        return torch.stack([self.row(length, repeats) for _ in range(tokens // length)])
-
-
-def curriculum(progress: float, context: int) -> tuple[int, float]:
-    """(row length, share of repeat rows): short rows and many repeats at first."""
-    if progress < 0.2:
-        return context // 4, 1 / 2
-    return (context // 2 if progress < 0.5 else context), 1 / 6
+        return torch.stack([self.row(phase) for _ in range(tokens // phase.length)])
 
 
 def causal_attention(module, query, key, value, attention_mask, scaling, **_):
@@ -248,7 +266,7 @@ class Run:
         self.peaks = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers]
         self.rows = Rows(documents, args.seed)
         self.spent = {"tokens": 0, "seconds": 0.0, "cpu_seconds": 0.0}
-        self.budgets = {0: args.tokens}
+        self.spent["budgets"] = {0: args.tokens}
         self.checkpoint = args.work_dir / "checkpoint.pt"
 
     def save(self) -> None:
@@ -258,7 +276,6 @@ class Run:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "random": self.rows.random.getstate(),
             "spent": self.spent,
-            "budgets": self.budgets,
         }
         torch.save(state, self.checkpoint.with_suffix(".tmp"))
         os.replace(self.checkpoint.with_suffix(".tmp"), self.checkpoint)
@@ -274,17 +291,15 @@ class Run:
             optimizer.load_state_dict(saved)
         self.rows.random.setstate(state["random"])
         self.spent = state["spent"]
-        self.budgets = state["budgets"]
-        if self.args.tokens != list(self.budgets.values())[-1]:
-            self.budgets[self.spent["tokens"]] = self.args.tokens
+        if self.args.tokens != list(self.spent["budgets"].values())[-1]:
+            self.spent["budgets"][self.spent["tokens"]] = self.args.tokens
         print(f"resumed at {self.spent['tokens']:,} tokens from {self.checkpoint}", flush=True)
 
     def step(self) -> tuple[float, int]:
         """(loss, row length) of one step."""
         wall, cpu = time.monotonic(), time.process_time()
         progress = self.spent["tokens"] / self.args.tokens
-        length, repeats = curriculum(progress, self.args.context)
-        ids = self.rows.batch(self.args.batch_tokens, length, repeats)
+        ids = self.rows.batch(self.args.batch_tokens, phase(progress, self.args.context))
         loss = row_loss(self.model, ids)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -295,7 +310,7 @@ class Run:
         self.spent["tokens"] += ids.numel()
         self.spent["seconds"] += time.monotonic() - wall
         self.spent["cpu_seconds"] += time.process_time() - cpu
-        return loss.item(), length
+        return loss.item(), ids.shape[1]
 
     def train(self) -> None:
         """Steps until the budget is spent."""
@@ -446,6 +461,7 @@ def card(args, model, tokenizer, results: dict, spent: dict, size: int, written:
         tokens=spent["tokens"],
         cpu=spent["cpu_seconds"] / 60,
         wall=spent["seconds"] / 60,
+        budgets=", ".join(f"{n:,} from token {at:,} on" for at, n in spent["budgets"].items()),
         seed=args.seed,
         train=f"{script} --tokens {args.tokens} --seed {args.seed}",
         evaluate=f"{script} --evaluate",

@@ -1,7 +1,7 @@
-"""The hybrid operator written a second time, straight from its formula: one row at a time, plain exponentials.
+"""The hybrid operator written a second time, straight from its formula: one row at a time.
 
-Shares no code with `linearize.modeling.ops`, so that the two can be compared. Legend as there. Also the random operators that
-several test files use.
+Shares no code with `linearize.modeling.ops`, so that the two can be compared. Legend as there.
+Also the random operators that several test files use.
 """
 
 import math
@@ -13,7 +13,7 @@ from linearize.modeling.attention import LinearizedHeads
 from linearize.modeling.configuration_linearized import LinearizeConfig
 from linearize.modeling.ops import Hybrid, empty_state
 
-# the size of each map's projection in the tests: D = 6, Dv = 5 and the number of features all differ where they can
+# size of each map's projection in the tests: D = 6, Dv = 5 and F differ where they can
 FEATURE_DIMS = {
     "hedgehog": 4, "hedgehog_exp": 4, "t2r": 7, "elu1": None, "relu": None, "taylor": 3, "favor": 9,
 }  # fmt: skip
@@ -22,7 +22,7 @@ ALWAYS_POSITIVE = ("hedgehog", "hedgehog_exp", "elu1", "taylor", "favor")
 
 
 def plain_features(name, module, head, x):
-    """phi(x) [T, F] of one head, x [T, D], as the papers write it: exponentials taken, Taylor terms not merged."""
+    """phi(x) [T, F] of one head, x [T, D], as the papers write it, no logs, no merged terms."""
     if name == "elu1":
         return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
     if name == "relu":
@@ -34,7 +34,10 @@ def plain_features(name, module, head, x):
     weight = module.weight[head]
     if name == "hedgehog":
         z = x @ weight
-        halves = [z.exp() / z.exp().sum(1, keepdim=True), (-z).exp() / (-z).exp().sum(1, keepdim=True)]
+        halves = [
+            z.exp() / z.exp().sum(1, keepdim=True),
+            (-z).exp() / (-z).exp().sum(1, keepdim=True),
+        ]
         return torch.cat(halves, 1)
     if name == "taylor":
         y = math.sqrt(module.scaling) * (x @ weight)
@@ -124,17 +127,25 @@ class Case:
     def gradients(self, out, direction=None):
         """d(out . direction), by name of the leaf; random direction by default."""
         if direction is None:
-            direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+            direction = torch.randn(
+                out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64
+            )
         grads = torch.autograd.grad(
-            (out * direction.to(out.dtype)).sum(), list(self.leaves.values()), allow_unused=True, retain_graph=True
+            (out * direction.to(out.dtype)).sum(),
+            list(self.leaves.values()),
+            allow_unused=True,
+            retain_graph=True,
         )
-        return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(self.leaves.items(), grads)}
+        return {
+            n: torch.zeros_like(x) if g is None else g
+            for (n, x), g in zip(self.leaves.items(), grads)
+        }
 
 
 def make_case(
-    feature_map="hedgehog", mixing="calibrated", *, tokens=13, window=4, sinks=2, batch=2, heads=4, kv_heads=2,
-    k_map="kv_head", dim=6, v_dim=5, feature_dim="small", dtype=torch.float64, seed=0, size=1.0, spread=0.5,
-    linear=True, softcap=None, sink_logit=False,
+    feature_map="hedgehog", mixing="calibrated", *, tokens=13, window=4, sinks=2, batch=2, heads=4,
+    kv_heads=2, k_map="kv_head", dim=6, v_dim=5, dtype=torch.float64, seed=0, size=1.0, linear=True,
+    softcap=None, sink_logit=False,
 ):  # fmt: skip
     """A Case with random weights in every map and mixing parameter."""
     generator = torch.Generator().manual_seed(seed)
@@ -142,18 +153,24 @@ def make_case(
     def normal(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    shape = {"num_heads": heads, "num_key_value_heads": kv_heads, "qk_dim": dim, "v_dim": v_dim, "scaling": dim**-0.5}
+    shape = {
+        "num_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "qk_dim": dim,
+        "v_dim": v_dim,
+        "scaling": dim**-0.5,
+    }
     section = LinearizeConfig(
-        base_model_type="llama", layers=[0], geometry={"0": shape}, window=max(window, 1), sinks=sinks, seed=seed,
-        feature_map=feature_map, mixing=mixing, k_map=k_map,
-        feature_dim=FEATURE_DIMS[feature_map] if feature_dim == "small" else feature_dim,
+        base_model_type="llama", layers=[0], geometry={"0": shape}, window=max(window, 1),
+        sinks=sinks, feature_map=feature_map, feature_dim=FEATURE_DIMS[feature_map],
+        mixing=mixing, k_map=k_map, seed=seed,
     )  # fmt: skip
     module = LinearizedHeads(section, 0)
     module.reset_parameters()
     module.to(torch.promote_types(dtype, torch.float32))
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter += spread * normal(*parameter.shape).to(parameter.dtype)
+            parameter += 0.5 * normal(*parameter.shape).to(parameter.dtype)
     extra = normal(heads).to(module_dtype(module)).requires_grad_() if sink_logit else None
     op = module.operator(scaling=dim**-0.5, softcap=softcap, sink_logit=extra, linear=linear)
     q, k, v = (

@@ -1,6 +1,6 @@
-"""Faults that users of neighbouring projects reported in public: the fifteen that must never come back.
+"""Faults that users of neighbouring projects reported: the fifteen that must never come back.
 
-Each test's comment names where it was seen. What is not here stands with its subject:
+The comment above a test names where it was seen. What is not here stands with its subject:
 
 A1  state in half precision              modeling/test_ops_invariants.py, modeling/test_cache.py
 A2  window edge                          here, modeling/test_ops.py, modeling/test_ops_invariants.py
@@ -60,11 +60,11 @@ def dataset(lengths, *, length, seed=0):
     return TokenDataset([rng.integers(3, 64, n).astype(np.int32) for n in lengths], length=length)
 
 
-# ------------------------------------------------------------------------------------------------ A2
+# ---------------------------------------------------------------- A2
 # https://github.com/ml-explore/mlx-lm/pull/390 , https://github.com/huggingface/transformers/issues/29623
 @pytest.mark.parametrize("path", ["forward", "decode", "two-parts"])
 def test_window_is_the_token_and_the_three_before_it(path):
-    """One layer, 12 tokens: position 10 reacts to tokens 7 to 10, and with the linear branch to 0 to 10."""
+    """One layer, 12 tokens: position 10 reacts to 7 to 10, with the linear branch to 0 to 10."""
     model = tiny_linearized(model=tiny_llama(num_hidden_layers=1), window=WINDOW)
     ids = random_ids(1, 12)
 
@@ -87,7 +87,7 @@ def test_window_is_the_token_and_the_three_before_it(path):
         assert reacts_to() == [7, 8, 9, 10]
 
 
-# ------------------------------------------------------------------------------------------------ A3
+# ---------------------------------------------------------------- A3
 # https://github.com/TransformerLensOrg/TransformerLens/pull/1610 , https://github.com/huggingface/transformers/pull/48946
 def test_left_padding_without_position_ids():
     model, mask = tiny_linearized(window=1), torch.tensor([[0, 0, 0, 1, 1, 1]])
@@ -95,11 +95,13 @@ def test_left_padding_without_position_ids():
     alone = logits_of(model, ids[:, 3:])
     assert_linear_branch_matters(model, ids[:, 3:])
     assert torch.allclose(logits_of(model, ids, attention_mask=mask)[:, 3:], alone, atol=LOGITS)
-    shifted = logits_of(model, ids, attention_mask=mask, position_ids=torch.arange(6)[None])  # explicit ones win
+    shifted = logits_of(
+        model, ids, attention_mask=mask, position_ids=torch.arange(6)[None]
+    )  # explicit ones win
     assert (shifted[:, 3:] - alone).abs().max() > GUARD
 
 
-# ------------------------------------------------------------------------------------------------ A7
+# ---------------------------------------------------------------- A7
 # https://github.com/huggingface/transformers/issues/24737 , /pull/46455 , /pull/37716
 LOAD = """
 import sys
@@ -133,7 +135,7 @@ def test_saved_model_comes_back_where_the_package_is_missing(tmp_path, monkeypat
     assert torch.equal(torch.load(tmp_path / "logits.pt"), logits_of(model, ids))
 
 
-# ------------------------------------------------------------------------------------------------ A8
+# ---------------------------------------------------------------- A8
 # https://github.com/huggingface/transformers/issues/46620 , /issues/48892 , /issues/34234
 ROUTES = {
     "plain": {},
@@ -152,7 +154,9 @@ def test_loading_leaves_every_tensor_as_it_was_saved(tmp_path, name, route):
             if ".linearized." in key:
                 parameter.fill_(0.5)
     model.save_pretrained(tmp_path)
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, **ROUTES[route])
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True, **ROUTES[route]
+    )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     saved = model.state_dict()
@@ -167,7 +171,7 @@ def test_loading_leaves_every_tensor_as_it_was_saved(tmp_path, name, route):
     assert all(torch.equal(b, fresh[key]) for key, b in computed.items())
 
 
-# ------------------------------------------------------------------------------------------------ A9
+# ---------------------------------------------------------------- A9
 # https://github.com/huggingface/transformers/issues/30202 , /issues/41038 , /issues/38870
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_tied_embeddings_stay_tied_and_others_do_not(tmp_path, tied):
@@ -178,12 +182,14 @@ def test_tied_embeddings_stay_tied_and_others_do_not(tmp_path, tied):
     assert all(tensor.numel() for tensor in stored.values())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     for one in (model, loaded):
-        pointers = {x.weight.data_ptr() for x in (one.get_input_embeddings(), one.get_output_embeddings())}
+        pointers = {
+            x.weight.data_ptr() for x in (one.get_input_embeddings(), one.get_output_embeddings())
+        }
         assert len(pointers) == (1 if tied else 2)
     assert torch.equal(logits_of(loaded, ids), logits_of(model, ids))
 
 
-# ------------------------------------------------------------------------------------------------ A10
+# ---------------------------------------------------------------- A10
 # https://github.com/huggingface/trl/issues/1230 , https://github.com/huggingface/nanoVLM/pull/204
 def test_teacher_targets_of_packed_documents_are_those_of_separate_runs():
     model, lengths = tiny_linearized(), (5, 9, 3)
@@ -208,7 +214,7 @@ def test_teacher_targets_of_packed_documents_are_those_of_separate_runs():
     assert (joined - packed).abs().max() > GUARD
 
 
-# ------------------------------------------------------------------------------------------------ A11
+# ---------------------------------------------------------------- A11
 # https://github.com/HazyResearch/lolcats/issues/9
 TRANSFER = dict(loss="output", num_queries=None, learning_rate=2e-2, progress=False)
 
@@ -227,7 +233,9 @@ def test_transfer_never_touches_the_teacher(tmp_path):
 
 
 OPTIONS = [(name, mixing) for name in FEATURE_MAPS for mixing in MIXING_RULES]
-OPTIONS.remove(("favor", "kernel"))  # nothing to train: an unbiased estimate of exp(score) has no free parameter
+OPTIONS.remove(
+    ("favor", "kernel")
+)  # nothing to train: an unbiased estimate of exp(score) has no free parameter
 
 
 @pytest.mark.parametrize(("name", "mixing"), OPTIONS)
@@ -235,13 +243,15 @@ OPTIONS.remove(("favor", "kernel"))  # nothing to train: an unbiased estimate of
 def test_transfer_lowers_the_loss_of_every_layer(tmp_path, name, mixing):
     model = tiny_linearized(feature_map=name, mixing=mixing)
     rows = dataset([24] * 8, length=24)
-    result = transfer_attention(model, rows, output_dir=tmp_path, max_steps=50, batch_size=8, logging_steps=1, **TRANSFER)
+    result = transfer_attention(
+        model, rows, output_dir=tmp_path, max_steps=50, batch_size=8, logging_steps=1, **TRANSFER
+    )
     first, last = (result["history"][i]["layers"] for i in (0, -1))
     assert list(first) == ["0", "1"]
     assert all(last[layer] < first[layer] for layer in first), (first, last)
 
 
-# ------------------------------------------------------------------------------------------------ A12
+# ---------------------------------------------------------------- A12
 # https://github.com/huggingface/transformers/pull/34191 , https://github.com/huggingface/trl/pull/6006
 def run_stage(stage, model, rows, folder, **settings):
     """(the trained model, metrics) of one stage."""
@@ -262,7 +272,9 @@ def test_accumulation_is_the_large_batch(tmp_path, stage):
     models, losses, start = [], [], tiny_linearized()
     for batch, accumulation in ((4, 1), (1, 4)):
         sizes = dict(batch_size=batch, accumulation=accumulation)
-        model, result = run_stage(stage, tiny_linearized(), rows, tmp_path / str(batch), **settings, **sizes)
+        model, result = run_stage(
+            stage, tiny_linearized(), rows, tmp_path / str(batch), **settings, **sizes
+        )
         models.append(dict(model.named_parameters()))
         losses.append(result["history"][-1]["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=ACCUMULATION)
@@ -274,7 +286,7 @@ def test_accumulation_is_the_large_batch(tmp_path, stage):
     assert moved > 1e-2
 
 
-# ------------------------------------------------------------------------------------------------ A13
+# ---------------------------------------------------------------- A13
 # https://github.com/huggingface/transformers/issues/24252 , https://github.com/huggingface/lerobot/issues/3459
 class Killed(Exception):
     pass
@@ -285,7 +297,11 @@ class Dying:
 
     def __init__(self, rows, after=None):
         self.rows, self.after, self.seen = rows, after, []
-        self.length, self.num_tokens, self.description = rows.length, rows.num_tokens, rows.description
+        self.length, self.num_tokens, self.description = (
+            rows.length,
+            rows.num_tokens,
+            rows.description,
+        )
 
     def __len__(self):
         return len(self.rows)
@@ -301,23 +317,32 @@ class Dying:
 def test_resumed_run_is_the_uninterrupted_run(tmp_path, stage):
     rows = dataset([24] * 9, length=24)
     settings = dict(max_steps=10, save_steps=5, batch_size=2, accumulation=1, warmup=0.3)
+    measured = 9 if stage == "transfer" else 0  # rows that are read before the first step
+    first, killed, second = Dying(rows), Dying(rows, after=measured + 13), Dying(rows)
     whole, broken = (tmp_path / name for name in ("whole", "broken"))
-    expected, result = run_stage(stage, tiny_linearized(), Dying(rows), whole, **settings)
+    expected, result = run_stage(stage, tiny_linearized(), first, whole, **settings)
     with pytest.raises(Killed):
-        run_stage(stage, tiny_linearized(), Dying(rows, after=33), broken, **settings)
+        run_stage(stage, tiny_linearized(), killed, broken, **settings)
     assert sorted(x.name for x in broken.glob("checkpoint-*")) == ["checkpoint-5"]
-    resumed, again = run_stage(stage, tiny_linearized(), Dying(rows), broken, **settings)
+    resumed, again = run_stage(stage, tiny_linearized(), second, broken, **settings)
+    assert second.seen[-8:] == first.seen[-8:]
     for (name, a), b in zip(expected.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b), name
     keys = ("step", "loss", "learning_rate", "grad_norm", "tokens")
-    assert [[x[key] for key in keys] for x in again["history"]] == [[x[key] for key in keys] for x in result["history"]]
+    assert [[x[key] for key in keys] for x in again["history"]] == [
+        [x[key] for key in keys] for x in result["history"]
+    ]
     for name in ("optimizer.pt", "scheduler.pt"):
         saved = [torch.load(folder / "checkpoint-10" / name) for folder in (whole, broken)]
         assert_equal(*saved)
-    done, third = run_stage(stage, tiny_linearized(), Dying(rows, after=0), broken, **settings)  # reads nothing
+    done, third = run_stage(
+        stage, tiny_linearized(), Dying(rows, after=0), broken, **settings
+    )  # reads nothing
     assert third["history"] == again["history"]
-    assert all(torch.equal(a, b) for a, b in zip(done.parameters(), expected.parameters(), strict=True))
-    with pytest.raises(ValueError, match="learning_rate: .* was started with"):
+    assert all(
+        torch.equal(a, b) for a, b in zip(done.parameters(), expected.parameters(), strict=True)
+    )
+    with pytest.raises(ValueError, match=r"learning_rate: .* was started with"):
         run_stage(stage, tiny_linearized(), Dying(rows), broken, **settings, learning_rate=0.5)
 
 
@@ -340,21 +365,29 @@ def assert_equal(a, b):
 def test_a_checkpoint_of_another_stage_is_recognised(tmp_path):
     rows = dataset([24] * 4, length=24)
     run_stage("transfer", tiny_linearized(), rows, tmp_path, max_steps=1)
-    with pytest.raises(ValueError, match="stage: .* was started with 'transfer', this run has 'finetune'"):
+    with pytest.raises(
+        ValueError, match=r"stage: .* was started with 'transfer', this run has 'finetune'"
+    ):
         run_stage("kl", tiny_linearized(), rows, tmp_path, max_steps=1)
 
 
-# ------------------------------------------------------------------------------------------------ A15
+# ---------------------------------------------------------------- A15
 # https://github.com/huggingface/transformers/issues/38373 , https://github.com/SafeAILab/EAGLE/issues/223
-HEAD_SIZES = {"llama": 8, "mistral": 8, "qwen2": 8, "qwen3": 16}  # qwen3: 4 x 16 is not the hidden size of 32
+HEAD_SIZES = {
+    "llama": 8,
+    "mistral": 8,
+    "qwen2": 8,
+    "qwen3": 16,
+}  # qwen3: 4 x 16 is not the hidden size of 32
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("family", HEAD_SIZES)
 def test_biases_norms_and_head_size_of_the_base_model_are_kept(family, kv_heads):
     settings = dict(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=kv_heads, head_dim=HEAD_SIZES[family], max_position_embeddings=256,
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=kv_heads, head_dim=HEAD_SIZES[family],
+        max_position_embeddings=256,
     )  # fmt: skip
     if family == "mistral":
         settings["sliding_window"] = None
@@ -369,7 +402,9 @@ def test_biases_norms_and_head_size_of_the_base_model_are_kept(family, kv_heads)
         return model
 
     ids = random_ids(2, 20)
-    names = {n.rpartition("self_attn.")[2] for n, _ in original().named_parameters() if "self_attn" in n}
+    names = {
+        n.rpartition("self_attn.")[2] for n, _ in original().named_parameters() if "self_attn" in n
+    }
     assert ("q_proj.bias" in names) is (family == "qwen2")
     assert ("q_norm.weight" in names) is (family == "qwen3")
     expected = logits_of(original(), ids)

@@ -78,7 +78,8 @@ def test_the_rows_of_the_base_model_are_the_same_before_and_after_stage_2(finish
         assert results["ablation"][row] == results["ablation_after_transfer"][row]
     assert results["ablation"]["converted"] != results["ablation_after_transfer"]["converted"]
     assert results["ablation"]["teacher"]["kl_to_teacher"] == 0
-    assert results["ablation"]["teacher_finetuned"]["kl_to_teacher"] > 0
+    # under the teacher's own divergence there is nothing to learn for it
+    assert results["ablation"]["teacher_finetuned"] == results["ablation"]["teacher"]
 
 
 def test_the_saved_model_has_the_reported_perplexity(finished, corpus, base):

@@ -1,4 +1,4 @@
-"""Every tolerance of the tests of the operator and of converted models, in one place. They are not loosened to go green.
+"""Tolerances of the tests of the operator and of converted models. They are never loosened.
 
 Each is a bound on max |a - b| / max(1, max |b|), unless the name says otherwise.
 """

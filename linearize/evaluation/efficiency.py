@@ -13,7 +13,9 @@ import psutil
 import torch
 from transformers import DynamicCache
 
-from ..modeling.attention import linearized_modules, teacher
+from linearize.modeling.attention import linearized_modules, teacher
+from linearize.training import preserved
+from linearize.transfer import TransferObjective
 
 ROUNDS = 3
 
@@ -23,6 +25,7 @@ def efficiency(
     *,
     contexts=(1024, 4096, 16384),
     prefills=(1024, 4096, 8192),
+    transfer_tokens=1024,
     decode_tokens=16,
     rounds=ROUNDS,
     seed=0,
@@ -33,14 +36,16 @@ def efficiency(
         model: a converted model; its teacher is the same object in softmax mode.
         contexts: tokens in the cache when a decode step is timed.
         prefills: prompt lengths, each read in one call without a cache.
+        transfer_tokens: tokens of a step of attention transfer, on 64 queries.
         decode_tokens: steps per round; the mean of a round is one measurement, and the fastest round counts.
         rounds: how often each side is measured, in turn.
 
     Returns:
         {"decode": [{"context", "converted_s", "teacher_s", "speedup", "converted_cache_bytes", "teacher_cache_bytes"}],
         "prefill": [{"tokens", "converted_s", "teacher_s", "speedup", "converted_peak_bytes", "teacher_peak_bytes"}],
-        "decode_growth": seconds per token at the longest context over those at the shortest, "dtype", "threads"}; peak bytes
-        are what the process grew by.
+        "transfer_step": {"tokens", "step_s", "teacher_s", "ratio"}: a step of stage 1, backward pass included, over the
+        teacher's forward pass; "decode_growth": seconds per token at the longest context over those at the shortest,
+        "dtype", "threads"}; peak bytes are what the process grew by.
 
     Raises:
         ValueError: the model is not converted.
@@ -51,7 +56,7 @@ def efficiency(
         )
     generator = torch.Generator().manual_seed(seed)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.randint(vocabulary, (1, max(*contexts, *prefills)), generator=generator).to(
+    ids = torch.randint(vocabulary, (1, max(*contexts, *prefills, transfer_tokens)), generator=generator).to(
         model.device
     )
     model.eval()
@@ -61,6 +66,7 @@ def efficiency(
     return {
         "decode": decode,
         "prefill": prefill,
+        "transfer_step": _transfer_step(model, ids[:, :transfer_tokens], rounds),
         "decode_growth": decode[-1]["converted_s"] / decode[0]["converted_s"],
         "dtype": str(model.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
@@ -135,6 +141,31 @@ def _prefill(model, ids, rounds):
     row = {"tokens": ids.shape[1], **{f"{name}_s": min(times) for name, times in seconds.items()}}
     row["speedup"] = row["teacher_s"] / row["converted_s"]
     return row | {f"{name}_peak_bytes": value for name, value in peaks.items()}
+
+
+def _transfer_step(model, ids, rounds):
+    objective = TransferObjective(model, loss="output", attention_weight=0.0, num_queries=64)
+    objective.state = {"energy": {str(i): 1.0 for i in linearized_modules(model)}}
+    trained = {p for group in objective.groups for p in group}
+    generator = torch.Generator().manual_seed(0)
+    step_s, teacher_s = [], []
+
+    def step():
+        objective(model, {"input_ids": ids}, generator)[0].backward()
+        model.zero_grad(set_to_none=True)
+
+    def forward():
+        with torch.no_grad(), teacher(model):
+            model(ids, use_cache=False, logits_to_keep=1)
+
+    with preserved(model):
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter in trained)
+        for _ in range(rounds + 1):  # the first round warms up
+            step_s.append(_timed(step, model.device))
+            teacher_s.append(_timed(forward, model.device))
+    best, reference = min(step_s[1:]), min(teacher_s[1:])
+    return {"tokens": ids.numel(), "step_s": best, "teacher_s": reference, "ratio": best / reference}
 
 
 def _synchronize(device):

@@ -141,6 +141,7 @@ class LinearizedCausalLMMixin:
                     f"{pretrained_model_name_or_path} holds an adapter and the new parameters only; putting them on the base model "
                     "needs the package: pip install linearize"
                 ) from error
+            kwargs.pop("config", None)
             model = load_adapter(pretrained_model_name_or_path, config, **kwargs)
             return (model, {"missing_keys": set(), "unexpected_keys": set()}) if output_loading_info else model
         if kwargs.get("tp_plan") is not None:

@@ -1,4 +1,4 @@
-"""The linearized attention of one layer: new parameters, modes, what masks and positions mean, what an observer is told."""
+"""The linearized attention of a layer: parameters, modes, masks and positions, the observer."""
 
 import copy
 import math
@@ -24,11 +24,15 @@ from linearize.modeling.configuration_linearized import MIXING_RULES, LinearizeC
 from linearize.modeling.feature_maps import FEATURE_MAPS
 from linearize.modeling.ops import Rows, hybrid_chunked, hybrid_packed, hybrid_quadratic
 
-GEOMETRY = {"0": {"num_heads": 4, "num_key_value_heads": 2, "qk_dim": 8, "v_dim": 8, "scaling": 8**-0.5}}
+GEOMETRY = {
+    "0": {"num_heads": 4, "num_key_value_heads": 2, "qk_dim": 8, "v_dim": 8, "scaling": 8**-0.5}
+}
 
 
 def heads(**options):
-    module = LinearizedHeads(LinearizeConfig(base_model_type="llama", layers=[0], geometry=GEOMETRY, **options), 0)
+    module = LinearizedHeads(
+        LinearizeConfig(base_model_type="llama", layers=[0], geometry=GEOMETRY, **options), 0
+    )
     module.reset_parameters()
     return module
 
@@ -47,14 +51,17 @@ def recorded_outputs(model, *args, **kwargs):
     """Output of every self-attention module, by layer."""
     outs = {}
     modules = [m for m in model.modules() if hasattr(m, "o_proj")]
-    hooks = [m.register_forward_hook(lambda m, _, out: outs.__setitem__(m.layer_idx, out[0].detach())) for m in modules]
+    hooks = [
+        m.register_forward_hook(lambda m, _, out: outs.__setitem__(m.layer_idx, out[0].detach()))
+        for m in modules
+    ]
     model(*args, **kwargs)
     for hook in hooks:
         hook.remove()
     return outs
 
 
-# ------------------------------------------------------------------------------------------------ new parameters
+# ---------------------------------------------------------------- new parameters
 def test_window_starts_with_a_tenth():
     gate = heads(mixing="lolcats").gate
     assert torch.equal(gate, torch.full((4,), -2.1972245773362196))
@@ -78,9 +85,14 @@ def test_trained_parameters(name, mixing):
     module = heads(feature_map=name, mixing=mixing)
     trained = {n for n, p in module.named_parameters() if p.requires_grad}
     mixed = {"calibrated": {"beta", "alpha"}, "lolcats": {"gate"}, "kernel": {"beta"}}[mixing]
-    if (name, mixing) == ("favor", "kernel"):  # an unbiased estimate of exp(score) has no free scale
+    if (name, mixing) == (
+        "favor",
+        "kernel",
+    ):  # an unbiased estimate of exp(score) has no free scale
         mixed = set()
-    maps = {f"feature_map_{x}.{n}" for x in "qk" for n, _ in module.feature_map_q.named_parameters()}
+    maps = {
+        f"feature_map_{x}.{n}" for x in "qk" for n, _ in module.feature_map_q.named_parameters()
+    }
     assert trained == mixed | maps
 
 
@@ -88,7 +100,11 @@ def test_trained_parameters(name, mixing):
 def test_state_heads(k_map):
     module = heads(k_map=k_map)
     assert module.feature_map_q.weight.shape[0] == 4
-    assert module.feature_map_k.weight.shape[0] == module.state_heads == {"kv_head": 2, "q_head": 4}[k_map]
+    assert (
+        module.feature_map_k.weight.shape[0]
+        == module.state_heads
+        == {"kv_head": 2, "q_head": 4}[k_map]
+    )
 
 
 def test_new_parameters_are_fp32_in_a_bf16_model(ids):
@@ -100,7 +116,11 @@ def test_new_parameters_are_fp32_in_a_bf16_model(ids):
 
 def test_seed_and_layer_decide_random_maps():
     section = LinearizeConfig(
-        base_model_type="llama", layers=[0, 1], geometry={**GEOMETRY, "1": GEOMETRY["0"]}, feature_map="favor", seed=3
+        base_model_type="llama",
+        layers=[0, 1],
+        geometry={**GEOMETRY, "1": GEOMETRY["0"]},
+        feature_map="favor",
+        seed=3,
     )
     layers = [LinearizedHeads(section, i) for i in (0, 1, 0)]
     for layer in layers:
@@ -108,15 +128,19 @@ def test_seed_and_layer_decide_random_maps():
     omegas = [layer.feature_map_q.omega for layer in layers]
     assert torch.equal(omegas[0], omegas[2])
     assert not torch.equal(omegas[0], omegas[1])
-    assert torch.equal(omegas[0], layers[0].feature_map_k.omega)  # one Omega, or the estimate means nothing
+    assert torch.equal(
+        omegas[0], layers[0].feature_map_k.omega
+    )  # one Omega, or the estimate means nothing
 
 
 def test_unknown_feature_map_is_named():
-    with pytest.raises(ValueError, match=r"convert.feature_map: 'hedgehog2' is not known; choose one of hedgehog, "):
+    with pytest.raises(
+        ValueError, match=r"convert.feature_map: 'hedgehog2' is not known; choose one of hedgehog, "
+    ):
         heads(feature_map="hedgehog2")
 
 
-# ------------------------------------------------------------------------------------------------ the module
+# ---------------------------------------------------------------- the module
 def test_module_runs_the_operator():
     case = make_case("hedgehog_exp", dtype=torch.float32, tokens=17)
     op, scaling = case.op, case.op.scaling
@@ -142,7 +166,7 @@ def test_no_branch_is_refused():
         heads().operator(scaling=1.0, window=False, linear=False)
 
 
-# ------------------------------------------------------------------------------------------------ masks and positions
+# ---------------------------------------------------------------- masks and positions
 NO, YES = [False], [True]
 
 
@@ -152,7 +176,11 @@ NO, YES = [False], [True]
         (None, None, None),
         (torch.ones(2, 3), None, None),
         (torch.tensor([[0, 1, 1], [1, 1, 1]]), None, [NO + 2 * YES, 3 * YES]),
-        (torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]), 2, [3 * YES, 2 * YES + NO]),  # the past is cut off
+        (
+            torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]),
+            2,
+            [3 * YES, 2 * YES + NO],
+        ),  # the past is cut off
     ],
     ids=["none", "all-ones", "two-rows", "longer-than-the-tokens"],
 )
@@ -165,9 +193,14 @@ def test_padding_of_2d_masks(mask, past, expected):
 def test_padding_of_4d_masks(additive):
     real = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]], dtype=torch.bool)
     mask = (torch.ones(5, 5, dtype=torch.bool).tril() & real[:, None])[:, None]
-    wide = torch.nn.functional.pad(mask[:, :, 2:], (0, 3))  # a static cache of 8 places, 2 tokens before
+    wide = torch.nn.functional.pad(
+        mask[:, :, 2:], (0, 3)
+    )  # a static cache of 8 places, 2 tokens before
     if additive:
-        mask, wide = (torch.zeros(m.shape).masked_fill(~m, torch.finfo(torch.float32).min) for m in (mask, wide))
+        mask, wide = (
+            torch.zeros(m.shape).masked_fill(~m, torch.finfo(torch.float32).min)
+            for m in (mask, wide)
+        )
     assert padding_of(mask, 2, 5, None).tolist() == real.tolist()
     assert padding_of(mask[:, :, 1:], 2, 4, 1).tolist() == real[:, 1:].tolist()
     assert padding_of(mask[:, :, 2:], 2, 3, 2) is None
@@ -189,7 +222,9 @@ def test_padding_of_4d_masks(additive):
     ],
 )
 def test_documents_of(positions, seq_idx, cu_seq_lens, expected):
-    positions, seq_idx, cu_seq_lens = (None if x is None else torch.tensor(x) for x in (positions, seq_idx, cu_seq_lens))
+    positions, seq_idx, cu_seq_lens = (
+        None if x is None else torch.tensor(x) for x in (positions, seq_idx, cu_seq_lens)
+    )
     documents = documents_of(positions, seq_idx, cu_seq_lens, 1, 5, "cpu")
     assert (documents if documents is None else documents.tolist()) == expected
 
@@ -199,7 +234,7 @@ def test_one_row_of_positions_serves_the_batch():
     assert documents.tolist() == [[0, 0, 1, 1]] * 3
 
 
-# ------------------------------------------------------------------------------------------------ modes
+# ---------------------------------------------------------------- modes
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_teacher_is_the_original_bit_for_bit(ids, implementation):
     original = tiny_llama(attn_implementation=implementation)
@@ -255,7 +290,9 @@ def test_without_window_every_key_is_linear(model, ids):
 
 
 def test_both_branches_off_is_refused(model):
-    with pytest.raises(ValueError, match="window and linear are both off; a layer needs one of them"):
+    with pytest.raises(
+        ValueError, match="window and linear are both off; a layer needs one of them"
+    ):
         branches(model, window=False, linear=False)
 
 
@@ -273,7 +310,9 @@ def test_copies_are_linearized_too(model, ids):
         assert not torch.equal(twin(ids).logits, model(ids).logits)
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft 0.21 asks for it
+@pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
+)  # peft 0.21 asks for it
 def test_modules_are_found_inside_peft():
     model = tiny_linearized(layers=[1])
     assert list(linearized_modules(model)) == [1]
@@ -287,7 +326,7 @@ def test_softmax_attention_is_that_of_the_base_model():
         assert softmax_attention(module).__name__ == f"{name}_attention_forward"
 
 
-# ------------------------------------------------------------------------------------------------ transfer
+# ---------------------------------------------------------------- transfer
 def observe(model, *args, **kwargs):
     """What the observer is told, by layer, and the logits."""
     told = {}
@@ -309,12 +348,25 @@ def test_observer_sees_what_the_teacher_does(ids):
     assert list(told) == [0, 1]
     for layer, module in linearized_modules(model).items():
         x = told[layer]
-        assert (x["q"].shape, x["k"].shape, x["v"].shape) == ((2, 4, 20, 8), (2, 2, 20, 8), (2, 2, 20, 8))
-        softmax = scaled_dot_product_attention(x["q"], x["k"], x["v"], is_causal=True, scale=x["scaling"], enable_gqa=True)
+        assert (x["q"].shape, x["k"].shape, x["v"].shape) == (
+            (2, 4, 20, 8),
+            (2, 2, 20, 8),
+            (2, 2, 20, 8),
+        )
+        softmax = scaled_dot_product_attention(
+            x["q"], x["k"], x["v"], is_causal=True, scale=x["scaling"], enable_gqa=True
+        )
         assert torch.allclose(x["out"], softmax, atol=TEACHER)
-        assert torch.allclose(module.o_proj(x["out"].transpose(1, 2).flatten(2)), outs[layer], atol=TEACHER)
+        assert torch.allclose(
+            module.o_proj(x["out"].transpose(1, 2).flatten(2)), outs[layer], atol=TEACHER
+        )
         assert not x["out"].requires_grad
-        assert (x["valid"], x["documents"], x["softcap"], x["sink_logit"]) == (None, None, None, None)
+        assert (x["valid"], x["documents"], x["softcap"], x["sink_logit"]) == (
+            None,
+            None,
+            None,
+            None,
+        )
         assert x["scaling"] == 8**-0.5
 
 

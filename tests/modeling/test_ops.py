@@ -1,4 +1,4 @@
-"""The three forms of the operator against its definition, and against each other: outputs, gradients, states."""
+"""The three forms of the operator against its definition: outputs, gradients, states."""
 
 import math
 from dataclasses import replace
@@ -54,10 +54,21 @@ def assert_same_state(state, expected):
         assert torch.equal(getattr(state, name), getattr(expected, name)), name
 
 
-# ------------------------------------------------------------------------------------------------ worked examples
+# ---------------------------------------------------------------- worked examples
 def golden(mixing, window, sinks=0, gamma=0.5):
     """The three tokens of docs/concepts.md with elu1, D = Dv = 2, scaling 1, one head."""
-    case = make_case("elu1", mixing, tokens=3, window=1, sinks=sinks, batch=1, heads=1, kv_heads=1, dim=2, v_dim=2)
+    case = make_case(
+        "elu1",
+        mixing,
+        tokens=3,
+        window=1,
+        sinks=sinks,
+        batch=1,
+        heads=1,
+        kv_heads=1,
+        dim=2,
+        v_dim=2,
+    )
     rows = dict(
         q=[[0, 0], [1, 0], [0, 1]], k=[[1, 0], [0, 1], [0, 0]], v=[[1, 0], [0, 1], [1, 1]]
     )  # fmt: skip
@@ -90,14 +101,21 @@ def test_three_tokens_of_plain_linear_attention(form):
 
 def test_states_of_the_three_tokens():
     case = golden("lolcats", window=0)
-    for tokens, S, z in ((1, [[2, 0], [1, 0]], [2, 1]), (2, [[2, 1], [1, 2]], [3, 3]), (3, [[3, 2], [2, 3]], [4, 4])):
+    for tokens, S, z in (
+        (1, [[2, 0], [1, 0]], [2, 1]),
+        (2, [[2, 1], [1, 2]], [3, 3]),
+        (3, [[3, 2], [2, 3]], [4, 4]),
+    ):
         state = advance(case.op, start_of(case), case.k[:, :, :tokens], case.v[:, :, :tokens])
         assert state.S[0, 0].tolist() == S
         assert state.z[0, 0].tolist() == z
 
 
 HYBRID_ROWS = {  # mixing: the third row as a formula, and as docs/concepts.md prints it
-    "lolcats": (torch.tensor([4 + 0.5 / math.e, 0.5 + 0.5 / math.e]) / (4.5 + 0.5 / math.e), [0.8932523, 0.1460180]),
+    "lolcats": (
+        torch.tensor([4 + 0.5 / math.e, 0.5 + 0.5 / math.e]) / (4.5 + 0.5 / math.e),
+        [0.8932523, 0.1460180],
+    ),
     "kernel": (torch.tensor([5, 1 + math.e]) / (5 + math.e), [0.6478126, 0.4817499]),
 }
 HYBRID_ROWS["calibrated"] = HYBRID_ROWS["lolcats"]  # with alpha = 0 they are one rule
@@ -121,7 +139,7 @@ def test_three_tokens_with_a_sink_are_plain_softmax(form):
     assert distance(out, weights @ golden("kernel", window=2).v[0, 0]) < FLOAT64
 
 
-# ------------------------------------------------------------------------------------------------ the definition
+# ---------------------------------------------------------------- the definition
 @pytest.mark.parametrize("mixing", MIXING_RULES)
 @pytest.mark.parametrize("name", MAPS)
 def test_definition_row_by_row(name, mixing):
@@ -138,16 +156,19 @@ def test_definition_with_every_option(data):
     options = data.draw(
         st.fixed_dictionaries(
             dict(
-                feature_map=st.sampled_from(MAPS), mixing=st.sampled_from(MIXING_RULES), tokens=st.integers(1, 12),
-                window=st.integers(1, 5), sinks=st.sampled_from([0, 2, 9]), kv_heads=st.sampled_from([1, 2, 4]),
-                k_map=st.sampled_from(K_MAPS), linear=st.booleans(), softcap=st.sampled_from([None, 0.7]),
+                feature_map=st.sampled_from(MAPS), mixing=st.sampled_from(MIXING_RULES),
+                tokens=st.integers(1, 12), window=st.integers(1, 5),
+                sinks=st.sampled_from([0, 2, 9]), kv_heads=st.sampled_from([1, 2, 4]), k_map=st.sampled_from(K_MAPS),
+                linear=st.booleans(), softcap=st.sampled_from([None, 0.7]),
                 sink_logit=st.booleans(), seed=st.integers(0, 99),
             )
         )
     )  # fmt: skip
     case = make_case(**options)
     T = options["tokens"]
-    valid = torch.tensor(data.draw(st.lists(st.booleans(), min_size=2 * T, max_size=2 * T))).view(2, T)
+    valid = torch.tensor(data.draw(st.lists(st.booleans(), min_size=2 * T, max_size=2 * T))).view(
+        2, T
+    )
     lengths = data.draw(st.lists(st.integers(1, 5), min_size=T, max_size=T))
     documents = torch.repeat_interleave(torch.arange(T), torch.tensor(lengths))[:T].expand(2, T)
     rows = hybrid_quadratic(case.op, *case.qkv, valid=valid, documents=documents)
@@ -172,16 +193,25 @@ def test_definition_for_some_queries(name):
 @pytest.mark.parametrize("window", [0, 1, 4, 7])
 @pytest.mark.parametrize("sinks", [0, 2, 9])
 def test_masks_hold_each_pair_once(window, sinks):
-    for tokens in {1, max(window - 1, 1), max(window, 1), window + 1, window + sinks + 1, 3 * window + 1}:
+    for tokens in {
+        1,
+        max(window - 1, 1),
+        max(window, 1),
+        window + 1,
+        window + sinks + 1,
+        3 * window + 1,
+    }:
         exact, linear = masks(torch.ones(1, tokens, dtype=torch.bool), None, window, sinks)
         causal = torch.ones(tokens, tokens, dtype=torch.int64).tril()
         assert torch.equal(exact[0].long() + linear[0].long(), causal)
         for t in range(tokens):
             keys = visible_keys(t, [True] * tokens, [0] * tokens, window, sinks)
-            assert [m[0, t].nonzero().flatten().tolist() for m in (exact, linear)] == [sorted(x) for x in keys]
+            assert [m[0, t].nonzero().flatten().tolist() for m in (exact, linear)] == [
+                sorted(x) for x in keys
+            ]
 
 
-# ------------------------------------------------------------------------------------------------ three forms, one function
+# ---------------------------------------------------------------- three forms, one function
 @pytest.mark.parametrize("mixing", MIXING_RULES)
 @pytest.mark.parametrize("name", MAPS)
 def test_three_forms_agree(name, mixing):
@@ -195,7 +225,9 @@ def test_three_forms_agree(name, mixing):
 
 def lengths_around(window, sinks):
     """Lengths where something can go wrong."""
-    return sorted({max(x, 1) for x in (1, window - 1, window, window + 1, window + sinks, 3 * window + 1)})
+    return sorted(
+        {max(x, 1) for x in (1, window - 1, window, window + 1, window + sinks, 3 * window + 1)}
+    )
 
 
 @given(data=st.data())
@@ -204,9 +236,10 @@ def test_three_forms_agree_everywhere(data):
     window, sinks = data.draw(st.sampled_from([0, 1, 4, 7])), data.draw(st.sampled_from([0, 2, 9]))
     tokens = data.draw(st.sampled_from(lengths_around(window, sinks)) | st.integers(1, 24))
     case = make_case(
-        data.draw(st.sampled_from(MAPS)), data.draw(st.sampled_from(MIXING_RULES)), tokens=tokens, window=window,
-        sinks=sinks, kv_heads=data.draw(st.sampled_from([1, 2, 4])), k_map=data.draw(st.sampled_from(K_MAPS)),
-        softcap=data.draw(st.sampled_from([None, 0.7])), seed=data.draw(st.integers(0, 99)), batch=1,
+        data.draw(st.sampled_from(MAPS)), data.draw(st.sampled_from(MIXING_RULES)), tokens=tokens,
+        window=window, sinks=sinks, kv_heads=data.draw(st.sampled_from([1, 2, 4])), batch=1,
+        k_map=data.draw(st.sampled_from(K_MAPS)), softcap=data.draw(st.sampled_from([None, 0.7])),
+        seed=data.draw(st.integers(0, 99)),
         sink_logit=window > 0 and data.draw(st.booleans()),
     )  # fmt: skip
     sizes = dict(chunk=data.draw(st.integers(1, tokens)), segment=data.draw(st.integers(1, tokens)))
@@ -222,7 +255,8 @@ def test_three_forms_agree_everywhere(data):
 def test_any_split_over_calls(data):
     case = make_case(
         data.draw(st.sampled_from(MAPS)), tokens=17, window=data.draw(st.sampled_from([1, 4, 7])),
-        sinks=data.draw(st.sampled_from([0, 2, 9])), batch=1, k_map=data.draw(st.sampled_from(K_MAPS)),
+        sinks=data.draw(st.sampled_from([0, 2, 9])), batch=1,
+        k_map=data.draw(st.sampled_from(K_MAPS)),
     )  # fmt: skip
     whole, last = chunked(case, chunk=3)
     outs, state, at = [], start_of(case), 0
@@ -240,7 +274,9 @@ def test_any_split_over_calls(data):
 @pytest.mark.parametrize("name", MAPS)
 def test_state_is_the_sum_over_keys_that_left(name):
     case = make_case(name, tokens=13, window=4, sinks=2)
-    features = case.heads.feature_map_k(case.k)[:, :, 2:10]  # positions 2 .. 9 are neither sinks nor among the last 3
+    features = case.heads.feature_map_k(case.k)[
+        :, :, 2:10
+    ]  # positions 2 .. 9 are neither sinks nor among the last 3
     features = features.exp() if name in LOG_SPACE else features
     for _, state in (recurrent(case), chunked(case, chunk=4), chunked(case, segment=5)):
         S, z = sums(state)
@@ -255,7 +291,10 @@ def test_state_is_the_sum_over_keys_that_left(name):
 def test_log_space_is_the_plain_exponential(name):
     case = make_case(name, tokens=13)
     plain = replace(
-        case.op, log_space=False, phi_q=lambda x: case.op.phi_q(x).exp(), phi_k=lambda x: case.op.phi_k(x).exp()
+        case.op,
+        log_space=False,
+        phi_q=lambda x: case.op.phi_q(x).exp(),
+        phi_k=lambda x: case.op.phi_k(x).exp(),
     )
     expected = Case(name, case.heads, plain, *case.qkv)
     for form in ("quadratic", "recurrent", "chunked"):
@@ -283,7 +322,19 @@ def test_shared_key_map_is_the_map_of_every_head(name):
 @pytest.mark.parametrize("mixing", MIXING_RULES)
 @pytest.mark.parametrize("name", MAPS)
 def test_gradcheck_of_the_chunked_form(name, mixing):
-    case = make_case(name, mixing, tokens=7, window=2, sinks=1, batch=1, heads=2, kv_heads=1, dim=3, v_dim=2, seed=3)
+    case = make_case(
+        name,
+        mixing,
+        tokens=7,
+        window=2,
+        sinks=1,
+        batch=1,
+        heads=2,
+        kv_heads=1,
+        dim=3,
+        v_dim=2,
+        seed=3,
+    )
     names = list(case.leaves)
 
     def outputs(*tensors):
@@ -294,9 +345,14 @@ def test_gradcheck_of_the_chunked_form(name, mixing):
             op = case.heads.operator(scaling=case.op.scaling)
             return hybrid_chunked(op, q, k, v, start_of(case), chunk=3)[0]
 
-        return torch.func.functional_call(Bound(case.heads, run), parameters, tuple(values[n] for n in "qkv"))
+        return torch.func.functional_call(
+            Bound(case.heads, run), parameters, tuple(values[n] for n in "qkv")
+        )
 
-    fast = (name, mixing) != ("hedgehog", "calibrated")  # every entry of the Jacobian, or a random projection of it
+    fast = (name, mixing) != (
+        "hedgehog",
+        "calibrated",
+    )  # every entry of the Jacobian, or a random projection of it
     assert torch.autograd.gradcheck(outputs, tuple(case.leaves.values()), fast_mode=fast)
 
 

@@ -1,6 +1,5 @@
-"""What holds for the operator whatever its weights: causality, normalisation, padding, packing, range and precision."""
+"""What holds for any weights: causality, normalisation, padding, packing, range, precision."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from definition import ALWAYS_POSITIVE, LOG_SPACE, distance, make_case, start_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import scaled_dot_product_attention
 from tolerances import (
     CONSTANT_FLOAT32,
     DRIFT,
@@ -20,11 +18,19 @@ from tolerances import (
     HALF_LARGE_VALUES,
     SOFTMAX_FLOAT32,
 )
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from linearize.modeling.configuration_linearized import MIXING_RULES
 from linearize.modeling.feature_maps import FEATURE_MAPS
-from linearize.modeling.ops import hybrid_chunked, hybrid_packed, hybrid_quadratic, hybrid_recurrent, hybrid_step, masks
+from linearize.modeling.ops import (
+    hybrid_chunked,
+    hybrid_packed,
+    hybrid_quadratic,
+    hybrid_recurrent,
+    hybrid_step,
+    masks,
+)
 
 MAPS = list(FEATURE_MAPS)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,7 +53,7 @@ def all_rules(function):
     return pytest.mark.parametrize("mixing", MIXING_RULES)(function)
 
 
-# ------------------------------------------------------------------------------------------------ weights
+# ---------------------------------------------------------------- weights
 @all_forms
 @all_maps
 def test_constant_values_stay(form, name):
@@ -73,12 +79,15 @@ def test_one_hot_values_show_the_weights(form, name):
 
 @all_forms
 def test_a_branch_owns_its_keys(form):
-    """Without the linear branch the exact weights keep their proportions, without the window the others do."""
+    """Without the linear branch exact weights keep their ratios; without the window, the others."""
     case = make_case(tokens=15, v_dim=15, batch=1)
     case.v = torch.eye(15, dtype=torch.float64).expand(1, 2, -1, -1)
     both = FORMS[form](case)
     exact, linear = masks(torch.ones(1, 15, dtype=torch.bool), None, case.op.window, case.op.sinks)
-    for op, mask in ((replace(case.op, linear=False), exact), (replace(case.op, window=0, sinks=0), linear)):
+    for op, mask in (
+        (replace(case.op, linear=False), exact),
+        (replace(case.op, window=0, sinks=0), linear),
+    ):
         alone = FORMS[form](replace(case, op=op))
         rows = mask[0].any(-1)
         kept = [torch.where(mask, x, 0)[:, :, rows] for x in (alone, both)]
@@ -92,7 +101,9 @@ def test_a_branch_owns_its_keys(form):
 @all_maps
 def test_short_rows_are_softmax_attention(name, mixing):
     for tokens, window, sinks in ((9, 7, 2), (9, 9, 0), (9, 1, 8), (40, 64, 4)):
-        case = make_case(name, mixing, tokens=tokens, window=window, sinks=sinks, dtype=torch.float32)
+        case = make_case(
+            name, mixing, tokens=tokens, window=window, sinks=sinks, dtype=torch.float32
+        )
         expected = scaled_dot_product_attention(*case.qkv, is_causal=True, enable_gqa=True)
         for form in ("recurrent", "chunked"):
             assert distance(FORMS[form](case), expected) < SOFTMAX_FLOAT32, form
@@ -109,7 +120,7 @@ def test_window_and_sinks_alone_are_banded_softmax_attention(form):
 
 @all_forms
 def test_softcap_and_sink_logit_are_softmax_with_them(form):
-    """As gemma2 and gpt_oss compute them: the cap before the mask, the extra logit as a key that is dropped afterwards."""
+    """As gemma2 and gpt_oss have them: cap before mask; an extra logit, dropped afterwards."""
     case = make_case(tokens=9, window=9, sinks=0, softcap=0.5, sink_logit=True, kv_heads=4)
     scores = 0.5 * torch.tanh(case.q @ case.k.mT * case.op.scaling / 0.5)
     scores = scores.masked_fill(~torch.ones(9, 9, dtype=torch.bool).tril(), -torch.inf)
@@ -118,7 +129,7 @@ def test_softcap_and_sink_logit_are_softmax_with_them(form):
     assert distance(FORMS[form](case), expected) < FLOAT64
 
 
-# ------------------------------------------------------------------------------------------------ causality
+# ---------------------------------------------------------------- causality
 @pytest.mark.parametrize("cut", [1, 6, 16, 20])
 @all_maps
 def test_later_tokens_do_not_touch_earlier_rows(name, cut):
@@ -126,7 +137,9 @@ def test_later_tokens_do_not_touch_earlier_rows(name, cut):
     case = make_case(name, tokens=21, dtype=torch.float32)
     changed = make_case(name, tokens=21, dtype=torch.float32)
     with torch.no_grad():
-        for x, y in zip(changed.qkv, make_case(name, tokens=21, dtype=torch.float32, seed=5, size=7).qkv):
+        for x, y in zip(
+            changed.qkv, make_case(name, tokens=21, dtype=torch.float32, seed=5, size=7).qkv
+        ):
             x[:, :, cut:] = y[:, :, cut:]
     for form in ("recurrent", "chunked"):
         before, after = FORMS[form](case), FORMS[form](changed)
@@ -141,7 +154,7 @@ def test_rows_of_a_batch_are_strangers(form):
     assert distance(FORMS[form](case)[1:2], FORMS[form](alone)) < FLOAT64
 
 
-# ------------------------------------------------------------------------------------------------ padding and packing
+# ---------------------------------------------------------------- padding and packing
 PADDING = {
     "left": [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
     "right": [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0],
@@ -151,7 +164,7 @@ PADDING = {
 
 
 def assert_padding_is_nothing(case, valid, **sizes):
-    """Real rows, gradients and the final state equal those of the tokens without padding, for each row of the batch."""
+    """Real rows, gradients and the final state equal those of the tokens without padding."""
     out, state = hybrid_chunked(case.op, *case.qkv, start_of(case), valid=valid, **sizes)
     assert torch.isfinite(out).all()
     parts = []
@@ -161,14 +174,18 @@ def assert_padding_is_nothing(case, valid, **sizes):
         parts.append(alone)
         assert distance(out[b : b + 1, :, row], alone) < FLOAT64
         for name, a, b_ in zip(state._fields, (x[b : b + 1] for x in state), last):
-            if name.startswith(("sink", "window")):  # slots that no token has filled yet hold anything
+            if name.startswith(
+                ("sink", "window")
+            ):  # slots that no token has filled yet hold anything
                 held = min(int(last.seen), a.shape[2])
                 held = slice(held) if name.startswith("sink") else slice(a.shape[2] - held, None)
                 a, b_ = a[:, :, held], b_[:, :, held]
             assert distance(a, b_) < FLOAT64, name
     if not valid.any():
         return
-    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    direction = torch.randn(
+        out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     got = case.gradients(out, direction * valid[:, None, :, None])
     expected = case.gradients(
         torch.cat(parts, 2), torch.cat([d[None, :, row] for d, row in zip(direction, valid)], 2)
@@ -185,8 +202,9 @@ def test_padding_is_nothing(name, padding):
 
 
 @given(
-    holes=st.lists(st.booleans(), min_size=34, max_size=34), name=st.sampled_from(MAPS), chunk=st.integers(1, 17),
-    segment=st.integers(1, 17), window=st.sampled_from([1, 4, 7]), sinks=st.sampled_from([0, 2, 9]),
+    holes=st.lists(st.booleans(), min_size=34, max_size=34), name=st.sampled_from(MAPS),
+    chunk=st.integers(1, 17), segment=st.integers(1, 17), window=st.sampled_from([1, 4, 7]),
+    sinks=st.sampled_from([0, 2, 9]),
 )  # fmt: skip
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_padding_anywhere_is_nothing(holes, name, chunk, segment, window, sinks):
@@ -201,7 +219,9 @@ def test_content_of_padding_is_never_read(name):
     with torch.no_grad():
         for x in other.qkv:
             x.copy_(torch.where(valid[:, None, :, None], x, 50 * torch.randn_like(x)))
-    outs, states = zip(*(hybrid_chunked(c.op, *c.qkv, start_of(c), valid=valid) for c in (case, other)))
+    outs, states = zip(
+        *(hybrid_chunked(c.op, *c.qkv, start_of(c), valid=valid) for c in (case, other))
+    )
     real = valid[:, None].expand(-1, 4, -1)
     assert torch.equal(outs[0][real], outs[1][real])
     assert all(torch.equal(a, b) for a, b in zip(*states))
@@ -210,8 +230,13 @@ def test_content_of_padding_is_never_read(name):
 @pytest.mark.parametrize("lengths", [(5, 9, 3), (1, 1, 15), (16, 1), (4, 4, 4, 5)], ids=str)
 @all_maps
 def test_packed_documents_are_strangers(name, lengths):
-    case, other = make_case(name, tokens=17, dtype=torch.float32), make_case(name, tokens=17, dtype=torch.float32)
-    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(2, -1)
+    case, other = (
+        make_case(name, tokens=17, dtype=torch.float32),
+        make_case(name, tokens=17, dtype=torch.float32),
+    )
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(
+        2, -1
+    )
     packed = hybrid_packed(case.op, *case.qkv, start_of(case), documents=documents)
     at = 0
     for length in lengths:
@@ -237,7 +262,7 @@ def test_packed_documents_with_padding_are_the_definition():
     assert distance(packed[real], expected[real]) < FLOAT64
 
 
-# ------------------------------------------------------------------------------------------------ precision
+# ---------------------------------------------------------------- precision
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @all_maps
 def test_state_is_fp32_for_half_inputs(name, dtype):
@@ -250,7 +275,9 @@ def test_state_is_fp32_for_half_inputs(name, dtype):
 
 def test_state_does_not_drift():
     """4096 times the same bf16 token: a bf16 sum would stop growing after some hundreds."""
-    case = make_case(dtype=torch.bfloat16, tokens=1, batch=1, heads=1, kv_heads=1, window=1, sinks=0)
+    case = make_case(
+        dtype=torch.bfloat16, tokens=1, batch=1, heads=1, kv_heads=1, window=1, sinks=0
+    )
     state, features = start_of(case), case.heads.feature_map_k(case.k)[:, :, 0].double()
     with torch.no_grad():
         for _ in range(4097):  # the last one is still in the window
@@ -263,7 +290,10 @@ def test_state_does_not_drift():
 @all_rules
 @all_maps
 def test_fp32_against_float64(name, mixing):
-    case, exact = (make_case(name, mixing, dtype=x, tokens=200, window=16) for x in (torch.float32, torch.float64))
+    case, exact = (
+        make_case(name, mixing, dtype=x, tokens=200, window=16)
+        for x in (torch.float32, torch.float64)
+    )
     expected = FORMS["chunked"](exact)
     wanted = exact.gradients(expected)
     for form, function in FORMS.items():
@@ -280,7 +310,16 @@ def test_fp32_against_float64(name, mixing):
 def test_extreme_inputs_stay_finite(name, dtype, size):
     for mixing in MIXING_RULES:
         for tokens in (1, 64):
-            case = make_case(name, mixing, dtype=DTYPES[dtype], tokens=tokens, size=size, batch=1, heads=2, kv_heads=1)
+            case = make_case(
+                name,
+                mixing,
+                dtype=DTYPES[dtype],
+                tokens=tokens,
+                size=size,
+                batch=1,
+                heads=2,
+                kv_heads=1,
+            )
             outs = {
                 "chunked": hybrid_chunked(case.op, *case.qkv, start_of(case))[0],
                 "quadratic": hybrid_quadratic(case.op, *case.qkv).out,
@@ -291,13 +330,17 @@ def test_extreme_inputs_stay_finite(name, dtype, size):
                     assert torch.isfinite(gradient).all(), (mixing, form, tokens, leaf)
 
 
-LARGE_INPUTS = [(name, "lolcats") for name in MAPS] + [(name, rule) for name in LOG_SPACE for rule in MIXING_RULES[::2]]
+LARGE_INPUTS = [(name, "lolcats") for name in MAPS] + [
+    (name, rule) for name in LOG_SPACE for rule in MIXING_RULES[::2]
+]
 
 
 @pytest.mark.parametrize(("name", "mixing"), LARGE_INPUTS)
 def test_large_feature_inputs_keep_their_digits(name, mixing):
-    """Bounded features below 1e-38 are lost in fp32, which `lolcats` does not see: there the window's mass has a floor."""
-    case, exact = (make_case(name, mixing, dtype=x, tokens=64) for x in (torch.float32, torch.float64))
+    """fp32 loses bounded features below 1e-38; under `lolcats` the window outweighs them anyway."""
+    case, exact = (
+        make_case(name, mixing, dtype=x, tokens=64) for x in (torch.float32, torch.float64)
+    )
     with torch.no_grad():
         for x, y in zip(case.qkv[:2], exact.qkv[:2]):
             y.copy_(x.mul_(80))
@@ -311,7 +354,9 @@ def test_large_feature_inputs_keep_their_digits(name, mixing):
 
 @all_maps
 def test_large_values_in_fp16(name):
-    case, wide = (make_case(name, dtype=x, tokens=256, window=16) for x in (torch.float16, torch.float32))
+    case, wide = (
+        make_case(name, dtype=x, tokens=256, window=16) for x in (torch.float16, torch.float32)
+    )
     with torch.no_grad():
         for x, y in zip(case.qkv, wide.qkv):
             y.copy_(x)
@@ -322,7 +367,7 @@ def test_large_values_in_fp16(name):
     assert distance(out, expected) < HALF_LARGE_VALUES
 
 
-# ------------------------------------------------------------------------------------------------ memory
+# ---------------------------------------------------------------- memory
 class Largest(TorchDispatchMode):
     """Records the largest tensor that an operation makes."""
 
@@ -340,7 +385,9 @@ class Largest(TorchDispatchMode):
 def test_memory_is_linear_in_the_length(name):
     sizes = []
     for tokens in (1024, 2048):
-        case = make_case(name, tokens=tokens, batch=1, heads=1, kv_heads=1, dtype=torch.float32, window=16)
+        case = make_case(
+            name, tokens=tokens, batch=1, heads=1, kv_heads=1, dtype=torch.float32, window=16
+        )
         with Largest() as seen, torch.no_grad():
             hybrid_chunked(case.op, *case.qkv, start_of(case))
         sizes.append(seen.numel)
