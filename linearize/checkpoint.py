@@ -1,7 +1,8 @@
 """Adapters: what training added to a base model, without the base model.
 
-The folder holds config.json, whose `linearize_config.delta` names the base model, and adapter/ with the
-new parameters and the LoRA weights: a few MB. `AutoModelForCausalLM.from_pretrained` puts them together.
+The folder holds config.json, whose `linearize_config.delta` names the base model, and adapter/ with
+the new parameters and the LoRA weights: a few MB. `AutoModelForCausalLM.from_pretrained` puts them
+together.
 """
 
 import copy
@@ -24,7 +25,7 @@ from linearize.loading import locate
 from linearize.modeling.attention import linearized_modules
 from linearize.modeling.configuration_linearized import LinearizeConfig
 
-# In a subfolder: an adapter_config.json in the root makes the Auto classes load the base model alone.
+# In a subfolder: an adapter_config.json in the root makes the Auto classes load the base alone.
 ADAPTER, NEW_PARAMETERS = "adapter", "linearized.safetensors"
 NEW = ".linearized."
 CONVERT = ("layers", "window", "sinks", "feature_map", "feature_dim", "mixing", "k_map", "seed")
@@ -40,7 +41,7 @@ FOR_THE_FILES = ("cache_dir", "force_download", "local_files_only", "revision", 
 def save_adapter(
     model: nn.Module, folder: str | Path, base_model: str | Path, *, revision: str | None = None
 ) -> None:
-    """Writes the new parameters, and the LoRA weights if there are any, with the name of the base model.
+    """Writes the new parameters, LoRA weights if there are any, and the name of the base model.
 
     Args:
         model: A converted model whose base weights are untouched, or a PeftModel of one (as
@@ -55,13 +56,16 @@ def save_adapter(
     lora = isinstance(model, PeftModel)
     converted: Any = model.get_base_model() if lora else model
     if not linearized_modules(converted):
-        raise ValueError(f"{type(converted).__name__} is not converted: there is no adapter to save")
+        raise ValueError(
+            f"{type(converted).__name__} is not converted: there is no adapter to save"
+        )
     found = base_hash(converted)
     base = _load_base(base_model, revision)
     if base_hash(base) != found:
         raise ValueError(
-            f"the base weights of this model are not those of {base_model}; save the adapter before "
-            "LoRA is merged, finetune(..., merge=False), or save the whole model with save_pretrained"
+            f"the base weights of this model are not those of {base_model}; save the adapter "
+            "before LoRA is merged, finetune(..., merge=False), or save the whole model with "
+            "save_pretrained"
         )
     folder = Path(folder)
     (folder / ADAPTER).mkdir(parents=True, exist_ok=True)
@@ -101,14 +105,15 @@ def load_adapter(path: str | Path, config: PreTrainedConfig, **kwargs: Any) -> n
     base = _load_base(delta["base_model"], delta["revision"], **where)
     if base_hash(base) != delta["base_hash"]:
         raise ValueError(
-            f"{path}: this adapter was trained on another base model than the {delta['base_model']} "
-            f"that was found (revision {delta['revision']}); its weights differ"
+            f"{path}: this adapter was trained on another base model than the "
+            f"{delta['base_model']} that was found (revision {delta['revision']}): its weights "
+            "differ"
         )
     dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
     base = base.to(config.dtype if dtype in (None, "auto") else dtype)
     model: Any = convert(base, **{name: getattr(section, name) for name in CONVERT})
     files = {name: kwargs[name] for name in FOR_THE_FILES if kwargs.get(name) is not None}
-    stored = cached_file(path, NEW_PARAMETERS, subfolder=delta["subfolder"], **files)
+    stored: Any = cached_file(path, NEW_PARAMETERS, subfolder=delta["subfolder"], **files)
     _put(model, load_file(stored), path)
     if delta["lora"]:
         with warnings.catch_warnings():  # peft asks for a property that transformers will rename

@@ -202,6 +202,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     LINEARIZE_DEBUG=1 shows the traceback.
     """
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # of shards; ours and those of downloads stay
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("linearize").setLevel(logging.INFO)
     with warnings.catch_warnings():

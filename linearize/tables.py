@@ -204,7 +204,7 @@ def _fixed(value: float | str | None, digits: int) -> str:
     """A number with so many decimals; "inf" and a missing one as they are."""
     if value is None:
         return "-"
-    return value if isinstance(value, str) else f"{value:.{digits}f}"
+    return value if isinstance(value, str) else f"{round(value, digits) + 0.0:.{digits}f}"
 
 
 def _ratio(before: float, after: float) -> str:

@@ -265,7 +265,7 @@ class Run:
         self.optimizers = new_optimizers(self.model)
         self.peaks = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers]
         self.rows = Rows(documents, args.seed)
-        self.spent = {"tokens": 0, "seconds": 0.0, "cpu_seconds": 0.0}
+        self.spent: dict = {"tokens": 0, "seconds": 0.0, "cpu_seconds": 0.0}
         self.spent["budgets"] = {0: args.tokens}
         self.checkpoint = args.work_dir / "checkpoint.pt"
 

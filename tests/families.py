@@ -11,8 +11,9 @@ SLIDING, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attenti
 VOCAB = 97
 
 _COMMON = dict(
-    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=VOCAB, max_position_embeddings=512, head_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=512, head_dim=16,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 _NO_HEAD_DIM = dict(head_dim=None)  # None: the family has no such key
 _MHA = dict(head_dim=None, num_key_value_heads=None)
@@ -24,9 +25,9 @@ _FAMILIES = dict(
     cohere=_NO_HEAD_DIM,
     cohere2=dict(**_NO_HEAD_DIM, **_ALL_FULL),
     deepseek_v3=dict(
-        head_dim=None, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
-        v_head_dim=16, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=32,
-        first_k_dense_replace=1,
+        head_dim=None, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=16, n_routed_experts=4, n_group=1, topk_group=1,
+        num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1,
     ),
     exaone4=_ALL_FULL,
     gemma={},
@@ -41,7 +42,9 @@ _FAMILIES = dict(
     hunyuan_v1_dense={},
     lfm2=dict(**_NO_HEAD_DIM, **_ALL_FULL),
     llama={},
-    llama4_text=dict(num_local_experts=2, intermediate_size_mlp=96, no_rope_layers=[1, 0], **_ALL_FULL),
+    llama4_text=dict(
+        num_local_experts=2, intermediate_size_mlp=96, no_rope_layers=[1, 0], **_ALL_FULL
+    ),
     ministral3={},
     mistral=dict(sliding_window=None),
     mixtral=dict(**_NO_HEAD_DIM, num_local_experts=4),
@@ -68,7 +71,10 @@ _MIXED = dict(
     gemma3_text=_ALTERNATING,
     gpt_oss=_ALTERNATING,
     lfm2=dict(num_hidden_layers=4, layer_types=["conv", FULL] * 2),
-    llama4_text=dict(num_hidden_layers=4, layer_types=[CHUNKED, FULL] * 2, no_rope_layers=[1, 0] * 2, attention_chunk_size=16),
+    llama4_text=dict(
+        num_hidden_layers=4, layer_types=[CHUNKED, FULL] * 2, no_rope_layers=[1, 0] * 2,
+        attention_chunk_size=16,
+    ),
     olmo3=_ALTERNATING,
     qwen2=dict(**_ALTERNATING, use_sliding_window=True),
     qwen3=dict(**_ALTERNATING, use_sliding_window=True),

@@ -14,7 +14,8 @@ from linearize.checkpoint import base_hash, save_adapter
 from linearize.modeling.attention import linearized_modules
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing`:FutureWarning", "ignore:.*base_model_name_or_path.*:UserWarning"
+    "ignore:`is_gradient_checkpointing`:FutureWarning",
+    "ignore:.*base_model_name_or_path.*:UserWarning",
 )
 
 
@@ -36,7 +37,9 @@ def trained(base, lora=True):
     if not lora:
         return model
     targets = ["q_proj", "o_proj"]
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets, modules_to_save=["linearized"])
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=2, target_modules=targets, modules_to_save=["linearized"]
+    )
     model = get_peft_model(model, config).eval()
     torch.manual_seed(1)
     with torch.no_grad():
@@ -68,39 +71,54 @@ def test_loaded_model_is_saved_whole(base, ids, tmp_path):
     save_adapter(trained(base), tmp_path / "adapter", base)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
     loaded.save_pretrained(tmp_path / "whole")
-    assert json.loads((tmp_path / "whole" / "config.json").read_text())["linearize_config"]["delta"] is None
+    assert (
+        json.loads((tmp_path / "whole" / "config.json").read_text())["linearize_config"]["delta"]
+        is None
+    )
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     assert torch.equal(logits_of(again, ids), logits_of(loaded, ids))
 
 
 def test_dtype_and_loading_info_are_heard(base, ids, tmp_path):
     save_adapter(trained(base), tmp_path, base)
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, output_loading_info=True)
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, output_loading_info=True
+    )
     assert info["missing_keys"] == set()
     for name, parameter in loaded.named_parameters():
-        assert parameter.dtype == (torch.float32 if ".linearized." in name else torch.bfloat16), name
+        assert parameter.dtype == (torch.float32 if ".linearized." in name else torch.bfloat16), (
+            name
+        )
 
 
 def test_other_base_is_refused(base, tmp_path):
     other = tmp_path / "other"
     tiny_llama(seed=1).save_pretrained(other)
-    with pytest.raises(ValueError, match="the base weights of this model are not those of .*other"):
+    with pytest.raises(
+        ValueError, match=r"the base weights of this model are not those of .*other"
+    ):
         save_adapter(trained(base), tmp_path / "adapter", other)
     same = tmp_path / "same"
     tiny_llama().save_pretrained(same)
     save_adapter(trained(base), tmp_path / "adapter", same)
     tiny_llama(seed=1).save_pretrained(same)  # replaced behind the adapter's back
-    with pytest.raises(ValueError, match="this adapter was trained on another base model than the .*same"):
+    with pytest.raises(
+        ValueError, match=r"this adapter was trained on another base model than the .*same"
+    ):
         AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
 
 
 def test_merged_model_is_no_adapter(base, tmp_path):
-    with pytest.raises(ValueError, match=r"save the adapter before LoRA is merged, finetune\(..., merge=False\)"):
+    with pytest.raises(
+        ValueError, match=r"save the adapter before LoRA is merged, finetune\(..., merge=False\)"
+    ):
         save_adapter(trained(base).merge_and_unload(), tmp_path, base)
 
 
 def test_softmax_model_has_no_adapter(base, tmp_path):
-    with pytest.raises(ValueError, match="LlamaForCausalLM is not converted: there is no adapter to save"):
+    with pytest.raises(
+        ValueError, match="LlamaForCausalLM is not converted: there is no adapter to save"
+    ):
         save_adapter(tiny_llama(), tmp_path, base)
 
 
@@ -110,7 +128,7 @@ def test_missing_base_is_named(base, tmp_path):
     config = json.loads(file.read_text())
     config["linearize_config"]["delta"]["base_model"] = str(tmp_path / "gone")
     file.write_text(json.dumps(config))
-    with pytest.raises(FileNotFoundError, match="model .*gone: no such folder"):
+    with pytest.raises(FileNotFoundError, match=r"model .*gone: no such folder"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
@@ -120,7 +138,10 @@ def test_incomplete_adapter_is_refused(base, tmp_path):
     tensors = load_file(file)
     del tensors["model.layers.1.self_attn.linearized.beta"]
     save_file(tensors, file)
-    with pytest.raises(ValueError, match=r"does not fit the config, first at model.layers.1.self_attn.linearized.beta"):
+    with pytest.raises(
+        ValueError,
+        match=r"does not fit the config, first at model.layers.1.self_attn.linearized.beta",
+    ):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 

@@ -108,11 +108,9 @@ class LinearizedLayer(CacheLayerMixin):
         self._map(lambda x: x[indices, ...])
 
     def offload(self):
-        self._map(lambda x: x.to("cpu", non_blocking=True))
+        """Nothing to do: the state is small, and `Cache.update` asks for this before attention reads it."""
 
-    def prefetch(self):
-        if self.state is not None and self.state.seen.device != self.device:
-            self._map(lambda x: x.to(self.device, non_blocking=True))
+    prefetch = offload
 
     # ------------------------------------------------------------------------------------------ rollback
     @property

@@ -121,9 +121,11 @@ class LinearizedCausalLMMixin:
     init_continuous_batching = generate_batch
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        if kwargs.get("is_main_process", True):  # an earlier save in shards left its index
-            Path(save_directory, "model.safetensors.index.json").unlink(missing_ok=True)
-        return super().save_pretrained(save_directory, *args, **kwargs)
+        super().save_pretrained(save_directory, *args, **kwargs)
+        names = ("model.safetensors", "model.safetensors.index.json")
+        written = [file for file in (Path(save_directory, name) for name in names) if file.exists()]
+        if len(written) == 2 and kwargs.get("is_main_process", True):  # an earlier save, in shards or not, left one of them
+            min(written, key=lambda file: file.stat().st_mtime_ns).unlink()
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):

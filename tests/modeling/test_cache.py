@@ -1,4 +1,4 @@
-"""The constant-size cache layer: any split of a sequence, counters, bytes, batch operations, rollback, refusals."""
+"""The constant-size cache layer: splits, size, padding, batch operations, rollback, refusals."""
 
 import copy
 from itertools import pairwise
@@ -51,7 +51,10 @@ def feed(model, ids, cache, sizes=None, **kwargs):
     edges = [0]
     for size in sizes or [ids.shape[1]]:
         edges.append(edges[-1] + size)
-    parts = [model(ids[:, i:j], use_cache=True, **cache_argument(cache), **kwargs).logits for i, j in pairwise(edges)]
+    parts = [
+        model(ids[:, i:j], use_cache=True, **cache_argument(cache), **kwargs).logits
+        for i, j in pairwise(edges)
+    ]
     return torch.cat(parts, 1)
 
 
@@ -68,8 +71,15 @@ def tensors_of(cache):
     return [tensor for layer in cache.layers for tensor in layer.state]
 
 
-# ------------------------------------------------------------------------------------------------ splits
-SPLITS = {"whole": [13], "singles": [1] * 13, "5-8": [5, 8], "4-4-5": [4, 4, 5], "12-1": [12, 1], "3-1-9": [3, 1, 9]}
+# Splits
+SPLITS = {
+    "whole": [13],
+    "singles": [1] * 13,
+    "5-8": [5, 8],
+    "4-4-5": [4, 4, 5],
+    "12-1": [12, 1],
+    "3-1-9": [3, 1, 9],
+}
 
 
 @pytest.mark.parametrize("kind", ["model", "log_space_model", "half_linear"])
@@ -101,7 +111,7 @@ def test_output_is_as_long_as_the_query(model):
         assert feed(model, random_ids(2, 1), cache).shape[1] == 1
 
 
-# ------------------------------------------------------------------------------------------------ size
+# Size
 def test_each_layer_counts_its_own_tokens(model):
     cache = DynamicCache()
     feed(model, random_ids(1, 12), cache, [7, 1, 1, 1, 1, 1])
@@ -136,10 +146,12 @@ def test_normaliser_counts_every_token_that_left_the_window(model):
     cache = DynamicCache()
     feed(model, random_ids(1, 300), cache, [290] + [1] * 10)
     z = cache.layers[0].state.z
-    torch.testing.assert_close(z.sum(-1), torch.full_like(z[..., 0], 2.0 * (300 - (WINDOW - 1) - 1)))
+    torch.testing.assert_close(
+        z.sum(-1), torch.full_like(z[..., 0], 2.0 * (300 - (WINDOW - 1) - 1))
+    )
 
 
-# ------------------------------------------------------------------------------------------------ padding
+# Padding
 def test_mask_longer_than_the_window():
     model, ids = tiny_linearized(window=WINDOW), random_ids(2, 13)
     mask = torch.ones_like(ids)
@@ -156,7 +168,9 @@ def test_right_padding_leaves_no_trace_in_the_state(model):
     cache = DynamicCache()
     feed(model, ids, cache, attention_mask=mask)
     more = torch.cat([mask, torch.ones(1, 1, dtype=torch.long)], 1)
-    after = feed(model, torch.tensor([[8]]), cache, attention_mask=more, position_ids=torch.tensor([[3]]))
+    after = feed(
+        model, torch.tensor([[8]]), cache, attention_mask=more, position_ids=torch.tensor([[3]])
+    )
     alone = model(torch.tensor([[5, 6, 7, 8]]), use_cache=False).logits
     torch.testing.assert_close(after[:, -1], alone[:, -1], **TOLERANCE)
 
@@ -200,7 +214,7 @@ def test_pads_reach_neither_state_nor_window(batch, positions):
             torch.testing.assert_close(out[:, 3:], alone, **TOLERANCE)
 
 
-# ------------------------------------------------------------------------------------------------ batch operations
+# Batch operations
 def test_rows_are_reordered_repeated_and_selected(model):
     ids = random_ids(3, 14)
     full = model(ids, use_cache=False).logits[:, -1:]
@@ -208,13 +222,19 @@ def test_rows_are_reordered_repeated_and_selected(model):
     feed(model, ids[:, :-1], cache)
     order = torch.tensor([2, 0, 1])
     cache.reorder_cache(order)
-    torch.testing.assert_close(feed(model, ids[order, -1:], copy.deepcopy(cache)), full[order], **TOLERANCE)
+    torch.testing.assert_close(
+        feed(model, ids[order, -1:], copy.deepcopy(cache)), full[order], **TOLERANCE
+    )
     cache.batch_repeat_interleave(2)
     wide = order.repeat_interleave(2)
-    torch.testing.assert_close(feed(model, ids[wide, -1:], copy.deepcopy(cache)), full[wide], **TOLERANCE)
+    torch.testing.assert_close(
+        feed(model, ids[wide, -1:], copy.deepcopy(cache)), full[wide], **TOLERANCE
+    )
     chosen = torch.tensor([5, 1])
     cache.batch_select_indices(chosen)
-    torch.testing.assert_close(feed(model, ids[wide[chosen], -1:], cache), full[wide[chosen]], **TOLERANCE)
+    torch.testing.assert_close(
+        feed(model, ids[wide[chosen], -1:], cache), full[wide[chosen]], **TOLERANCE
+    )
 
 
 def test_copy_of_a_prefix_serves_several_continuations(model):
@@ -223,7 +243,9 @@ def test_copy_of_a_prefix_serves_several_continuations(model):
     feed(model, prefix, cache)
     for end in ends:
         whole = model(torch.cat([prefix, end[None]], 1), use_cache=False).logits[:, 20:]
-        torch.testing.assert_close(feed(model, end[None], copy.deepcopy(cache), [2, 4]), whole, **TOLERANCE)
+        torch.testing.assert_close(
+            feed(model, end[None], copy.deepcopy(cache), [2, 4]), whole, **TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("batch", [2, 3])
@@ -234,7 +256,9 @@ def test_reset_forgets_everything(model, batch):
     assert cache.get_seq_length() == 0
     ids = random_ids(batch, 14, seed=1)
     with branches(model, linear=False):  # other branches may follow a reset
-        torch.testing.assert_close(feed(model, ids, cache, [9, 5]), model(ids, use_cache=False).logits, **TOLERANCE)
+        torch.testing.assert_close(
+            feed(model, ids, cache, [9, 5]), model(ids, use_cache=False).logits, **TOLERANCE
+        )
 
 
 def test_reset_while_past_is_recorded(model):
@@ -247,20 +271,24 @@ def test_reset_while_past_is_recorded(model):
     torch.testing.assert_close(feed(model, ids[:, 5:], cache), full[:, 5:], **TOLERANCE)
 
 
-def test_moved_away_and_back(model):
+def test_state_stays_on_its_device(model):
+    """A cache that offloads calls this between projection and attention."""
     ids, cache = random_ids(1, 14), DynamicCache()
     feed(model, ids[:, :9], cache)
+    before = tensors_of(cache)
     for layer in cache.layers:
         layer.offload()
         layer.prefetch()
-    torch.testing.assert_close(feed(model, ids[:, 9:], cache), model(ids, use_cache=False).logits[:, 9:], **TOLERANCE)
+    assert all(a is b for a, b in zip(before, tensors_of(cache), strict=True))
 
 
 def test_state_of_inference_mode_goes_on_outside_of_it(model):
     ids, cache = random_ids(1, 14), DynamicCache()
     with torch.inference_mode():
         feed(model, ids[:, :9], cache)
-    torch.testing.assert_close(feed(model, ids[:, 9:], cache), model(ids, use_cache=False).logits[:, 9:], **TOLERANCE)
+    torch.testing.assert_close(
+        feed(model, ids[:, 9:], cache), model(ids, use_cache=False).logits[:, 9:], **TOLERANCE
+    )
 
 
 @pytest.mark.usefixtures("gradients")
@@ -276,7 +304,7 @@ def test_gradients_flow_through_a_cache(model):
         torch.testing.assert_close(gradients[1][name], gradient, **TOLERANCE, msg=name)
 
 
-# ------------------------------------------------------------------------------------------------ rollback
+# Rollback
 @pytest.mark.parametrize("kind", ["model", "log_space_model", "half_linear"])
 def test_cropped_tokens_never_were(request, kind):
     model, ids = request.getfixturevalue(kind), random_ids(1, 24)
@@ -288,7 +316,9 @@ def test_cropped_tokens_never_were(request, kind):
         cache.crop(0)
         draft = torch.cat([ids[:, done : done + accepted], wrong[:, :rejected]], 1)
         logits = feed(model, draft, cache)
-        torch.testing.assert_close(logits[:, :accepted], full[:, done : done + accepted], **TOLERANCE)
+        torch.testing.assert_close(
+            logits[:, :accepted], full[:, done : done + accepted], **TOLERANCE
+        )
         cache.crop(-rejected)
         done += accepted
         assert cache.get_seq_length() == done
@@ -301,7 +331,9 @@ def test_crop_over_several_writes_and_twice_in_a_row(model):
     cache.crop(-8)
     cache.crop(-3)
     assert cache.get_seq_length() == 9
-    torch.testing.assert_close(feed(model, ids[:, 9:], cache), model(ids, use_cache=False).logits[:, 9:], **TOLERANCE)
+    torch.testing.assert_close(
+        feed(model, ids[:, 9:], cache), model(ids, use_cache=False).logits[:, 9:], **TOLERANCE
+    )
 
 
 def test_batch_operations_reach_what_a_crop_needs(model):
@@ -322,7 +354,9 @@ def test_crop_is_refused_where_it_cannot_work(model):
         layer.crop(-1)
     layer.activate_past_recording()
     assert layer.is_croppable
-    with pytest.raises(ValueError, match=r"crop\(3\): give the number of tokens to remove as a negative number"):
+    with pytest.raises(
+        ValueError, match=r"crop\(3\): give the number of tokens to remove as a negative number"
+    ):
         layer.crop(3)
     cache = recording_cache(model)
     feed(model, random_ids(1, 6), cache)
@@ -332,7 +366,7 @@ def test_crop_is_refused_where_it_cannot_work(model):
         cache.layers[0].crop(-3)
 
 
-# ------------------------------------------------------------------------------------------------ whose cache it is
+# Whose cache it is
 def test_layers_are_claimed_in_place(half_linear):
     cache = DynamicCache(config=half_linear.config)
     feed(half_linear, random_ids(1, 5), cache)
@@ -357,21 +391,29 @@ def test_cache_of_softmax_attention_is_refused(model):
     cache = DynamicCache()
     with teacher(model):
         feed(model, random_ids(1, 5), cache)
-    with pytest.raises(ValueError, match="layer 0 of this cache holds the keys and values of softmax attention"):
+    with pytest.raises(
+        ValueError, match="layer 0 of this cache holds the keys and values of softmax attention"
+    ):
         feed(model, random_ids(1, 1), cache)
 
 
 def test_linear_state_is_refused_by_softmax_attention(model):
     cache = DynamicCache()
     feed(model, random_ids(1, 5), cache)
-    with teacher(model), pytest.raises(ValueError, match="layer 0 of this cache holds a linear state"):
+    with (
+        teacher(model),
+        pytest.raises(ValueError, match="layer 0 of this cache holds a linear state"),
+    ):
         feed(model, random_ids(1, 1), cache)
 
 
 def test_cache_of_other_branches_is_refused(model):
     cache = DynamicCache()
     feed(model, random_ids(1, 5), cache)
-    with branches(model, linear=False), pytest.raises(ValueError, match="this cache was filled with other branches"):
+    with (
+        branches(model, linear=False),
+        pytest.raises(ValueError, match="this cache was filled with other branches"),
+    ):
         feed(model, random_ids(1, 1), cache)
 
 
@@ -381,7 +423,10 @@ def test_unknown_kind_of_cache_is_refused(name):
         pass
 
     assert find_cache({name: None}) is None
-    with pytest.raises(NotImplementedError, match="PagedAttentionCache: linearized layers keep a constant-size state"):
+    with pytest.raises(
+        NotImplementedError,
+        match="PagedAttentionCache: linearized layers keep a constant-size state",
+    ):
         find_cache({name: PagedAttentionCache()})
 
 

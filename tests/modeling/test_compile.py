@@ -1,4 +1,4 @@
-"""torch.compile: one graph, no recompilation as the sequence grows, and the numbers of the eager run."""
+"""torch.compile: one graph, no recompilation as a sequence grows, the numbers of the eager run."""
 
 import pytest
 import torch
@@ -36,11 +36,17 @@ def compile_config():
 
 @pytest.mark.parametrize("kind", ["hybrid", "log-space"])
 def test_static_cache_is_compiled_once(kind):
-    model = tiny_linearized(sinks=1, layers=[0]) if kind == "hybrid" else one_layer(feature_map="hedgehog_exp")
+    model = (
+        tiny_linearized(sinks=1, layers=[0])
+        if kind == "hybrid"
+        else one_layer(feature_map="hedgehog_exp")
+    )
     ids = random_ids(2, 19)
     gold = model.generate(ids, use_cache=False, **GENERATE)
     for _ in range(2):
-        out = model.generate(ids, cache_implementation="static", compile_config=compile_config(), **GENERATE)
+        out = model.generate(
+            ids, cache_implementation="static", compile_config=compile_config(), **GENERATE
+        )
         assert torch.equal(out, gold)
         assert graphs() == 2  # of a first decode step, and of one with the length as a variable
 
@@ -65,21 +71,25 @@ def test_decoding_step_is_not_recompiled():
         logits.append(step(ids[:, t : t + 1], **cache_argument(cache)).logits)
         after.append(graphs())
     assert after[2] == after[-1]
-    torch.testing.assert_close(torch.cat(logits, 1), model(ids, use_cache=False).logits, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(
+        torch.cat(logits, 1), model(ids, use_cache=False).logits, atol=1e-4, rtol=1e-5
+    )
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of the default compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
 def test_training_step():
     """Forward and backward by the default compiler, at two lengths."""
     model = one_layer().train()
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
     for length in (13, 70):
         ids, gradients = random_ids(2, length), []
         for run in (model, compiled):
             model.zero_grad()
             loss = run(ids, labels=ids, use_cache=False).loss
             loss.backward()
-            gradients.append({"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}})
+            gradients.append(
+                {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+            )
         for name, gradient in gradients[0].items():
             torch.testing.assert_close(gradients[1][name], gradient, atol=1e-4, rtol=1e-4, msg=name)
 

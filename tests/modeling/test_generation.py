@@ -1,4 +1,4 @@
-"""Every way to generate gives what the uncached forward gives; what cannot work is refused in one sentence."""
+"""Every way to generate gives what the uncached forward gives; what cannot work is refused."""
 
 import copy
 
@@ -26,7 +26,14 @@ KINDS = {
 
 def make(family, mixed=False, seed=0, scale=6.0, window=6, **options):
     settings = (MIXED if mixed else ALL_FULL)[family]
-    return randomize(convert(tiny_model(family, seed=seed, scale=scale, **settings), window=window, sinks=2, **options))
+    return randomize(
+        convert(
+            tiny_model(family, seed=seed, scale=scale, **settings),
+            window=window,
+            sinks=2,
+            **options,
+        )
+    )
 
 
 @pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
@@ -75,7 +82,7 @@ def generate(model, ids, **settings):
     return model.generate(ids, **{**GENERATE, **settings})
 
 
-# ------------------------------------------------------------------------------------------------ equal to no cache
+# Equal to no cache
 WAYS = {
     "default": {},
     "prefill in chunks": dict(prefill_chunk_size=7),
@@ -102,14 +109,18 @@ def test_own_cache_goes_on_over_turns(model, ids):
 
 def test_beams(model, ids):
     settings = dict(num_beams=3, num_return_sequences=2)
-    assert torch.equal(generate(model, ids, **settings), generate(model, ids, use_cache=False, **settings))
+    assert torch.equal(
+        generate(model, ids, **settings), generate(model, ids, use_cache=False, **settings)
+    )
 
 
 def test_sampling_with_several_return_sequences(model, ids):
     results = []
     for cached in (True, False):
         torch.manual_seed(1)
-        results.append(generate(model, ids, do_sample=True, num_return_sequences=3, use_cache=cached))
+        results.append(
+            generate(model, ids, do_sample=True, num_return_sequences=3, use_cache=cached)
+        )
     assert torch.equal(*results)
     assert not torch.equal(results[0][0], results[0][1])
 
@@ -127,7 +138,9 @@ def test_scores_of_a_batch_equal_those_of_each_alone(llama):
     settings = dict(return_dict_in_generate=True, output_scores=True, max_new_tokens=20)
     prompts = [random_ids(1, length, seed=length, vocab=VOCAB) for length in (2, 5, 11)]
     padded = torch.cat([torch.nn.functional.pad(p, (11 - p.shape[1], 0)) for p in prompts])
-    batch = torch.stack(generate(llama, padded, attention_mask=(padded > 0).long(), **settings).scores)
+    batch = torch.stack(
+        generate(llama, padded, attention_mask=(padded > 0).long(), **settings).scores
+    )
     alone = torch.cat([torch.stack(generate(llama, p, **settings).scores) for p in prompts], 1)
     torch.testing.assert_close(batch, alone, atol=1e-4, rtol=1e-5)
 
@@ -175,7 +188,9 @@ def test_bf16_keeps_fp32_sums(ids):
     model = make("llama", scale=3.0).to(torch.bfloat16)
     cache = DynamicCache(config=model.config)
     generate(model, ids, max_new_tokens=4, **cache_argument(cache))
-    assert {(layer.state.S.dtype, layer.state.z.dtype) for layer in cache.layers} == {(torch.float32, torch.float32)}
+    assert {(layer.state.S.dtype, layer.state.z.dtype) for layer in cache.layers} == {
+        (torch.float32, torch.float32)
+    }
 
 
 def test_every_layer_gets_the_raw_mask_when_the_model_asks_for_it(llama):
@@ -188,7 +203,7 @@ def test_every_layer_gets_the_raw_mask_when_the_model_asks_for_it(llama):
     assert torch.equal(generate(model, prompts, attention_mask=mask), gold)
 
 
-# ------------------------------------------------------------------------------------------------ assisted decoding
+# Assisted decoding
 def test_prompt_lookup(model, ids, gold):
     text = torch.cat([ids, ids[:, :9]], 1)[:1]
     whole = generate(model, text, use_cache=False)
@@ -203,7 +218,9 @@ def test_assisted(request, model, ids, gold, assistant):
 
 
 def test_linearized_draft_for_a_softmax_model(softmax, draft, ids):
-    assert torch.equal(generate(softmax, ids[:1], assistant_model=draft), generate(softmax, ids[:1]))
+    assert torch.equal(
+        generate(softmax, ids[:1], assistant_model=draft), generate(softmax, ids[:1])
+    )
 
 
 def test_own_cache_after_assisted_decoding_is_still_right(llama, draft, ids):
@@ -215,14 +232,17 @@ def test_own_cache_after_assisted_decoding_is_still_right(llama, draft, ids):
     )
 
 
-# ------------------------------------------------------------------------------------------------ other features
+# Other features
 def test_guidance_keeps_two_caches(llama, ids):
     settings = dict(guidance_scale=1.5, return_dict_in_generate=True, output_scores=True)
     cached, uncached = (
-        torch.stack(generate(llama, ids, use_cache=use_cache, **settings).scores) for use_cache in (True, False)
+        torch.stack(generate(llama, ids, use_cache=use_cache, **settings).scores)
+        for use_cache in (True, False)
     )
     torch.testing.assert_close(cached, uncached, atol=1e-4, rtol=1e-5)
-    plain = torch.stack(generate(llama, ids, return_dict_in_generate=True, output_scores=True).scores)
+    plain = torch.stack(
+        generate(llama, ids, return_dict_in_generate=True, output_scores=True).scores
+    )
     assert (plain - cached).abs().max() > 1e-2
 
 
@@ -236,7 +256,12 @@ def test_logits_processors_and_streaming_work(llama, ids, llama_gold):
         def end(self):
             seen.append("end")
 
-    generate(llama, ids[:1], streamer=Streamer(), logits_processor=LogitsProcessorList([lambda _, scores: scores]))
+    generate(
+        llama,
+        ids[:1],
+        streamer=Streamer(),
+        logits_processor=LogitsProcessorList([lambda _, scores: scores]),
+    )
     assert seen == [*llama_gold[0].tolist(), "end"]
 
 
@@ -251,11 +276,13 @@ class UnquantizedLayer(QuantizedLayer):
 def test_quantized_cache_keeps_linear_layers_as_they_are(ids):
     model = make("llama", layers=[0])
     cache = Cache(layers=[UnquantizedLayer(residual_length=4) for _ in range(2)])
-    assert torch.equal(generate(model, ids, **cache_argument(cache)), generate(model, ids, use_cache=False))
+    assert torch.equal(
+        generate(model, ids, **cache_argument(cache)), generate(model, ids, use_cache=False)
+    )
     assert [type(layer) for layer in cache.layers] == [LinearizedLayer, UnquantizedLayer]
 
 
-# ------------------------------------------------------------------------------------------------ packed documents
+# Packed documents
 LENGTHS = (5, 9, 3)
 
 
@@ -270,14 +297,18 @@ def positions():
 
 
 def separate(model, row, **settings):
-    return torch.cat([model(part, use_cache=False, **settings).logits for part in row.split(LENGTHS, 1)], 1)
+    return torch.cat(
+        [model(part, use_cache=False, **settings).logits for part in row.split(LENGTHS, 1)], 1
+    )
 
 
 BORDERS = torch.tensor([0, 5, 14, 17], dtype=torch.int32)
 PACKINGS = {
     "position_ids": {},
     "seq_idx": dict(seq_idx=torch.tensor([[0] * 5 + [1] * 9 + [2] * 3])),
-    "cu_seq_lens": dict(cu_seq_lens_q=BORDERS, cu_seq_lens_k=BORDERS, max_length_q=9, max_length_k=9),
+    "cu_seq_lens": dict(
+        cu_seq_lens_q=BORDERS, cu_seq_lens_k=BORDERS, max_length_q=9, max_length_k=9
+    ),
 }
 
 
@@ -296,14 +327,19 @@ def test_rows_of_a_batch_may_be_packed_differently(llama, row, positions):
     places = torch.cat([positions, torch.arange(row.shape[1])[None]])
     packed = llama(both, position_ids=places, use_cache=False).logits
     whole = llama(row, use_cache=False).logits
-    torch.testing.assert_close(packed, torch.cat([separate(llama, row), whole]), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(
+        packed, torch.cat([separate(llama, row), whole]), atol=1e-4, rtol=1e-5
+    )
 
 
 def test_packed_documents_have_the_gradients_of_separate_runs(llama, row, positions):
     model = copy.deepcopy(llama)
     with torch.enable_grad():
         results = []
-        for logits in (lambda: model(row, position_ids=positions, use_cache=False).logits, lambda: separate(model, row)):
+        for logits in (
+            lambda: model(row, position_ids=positions, use_cache=False).logits,
+            lambda: separate(model, row),
+        ):
             model.zero_grad()
             logits().square().mean().backward()
             results.append({name: p.grad for name, p in model.named_parameters()})
@@ -316,28 +352,38 @@ def test_packed_documents_with_a_cache_are_refused(llama, row, positions, packin
     with pytest.raises(ValueError, match="pass use_cache=False"):
         llama(row, position_ids=positions, **packing)
     if packing:
-        with pytest.raises(ValueError, match="a cache cannot hold packed documents; pass use_cache=False"):
+        with pytest.raises(
+            ValueError, match="a cache cannot hold packed documents; pass use_cache=False"
+        ):
             llama(row, **packing)
 
 
 def test_borders_of_one_row_are_refused_for_a_batch(llama, row):
-    with pytest.raises(ValueError, match=r"cu_seq_lens_q describes one packed row, but the batch has 2"):
+    with pytest.raises(
+        ValueError, match=r"cu_seq_lens_q describes one packed row, but the batch has 2"
+    ):
         llama(torch.cat([row, row]), use_cache=False, **PACKINGS["cu_seq_lens"])
 
 
-# ------------------------------------------------------------------------------------------------ refusals
+# Refusals
 def test_continuous_batching_is_refused(llama):
     with pytest.raises(NotImplementedError, match="continuous batching"):
-        llama.generate_batch(inputs=[[5, 6, 7]], generation_config=GenerationConfig(max_new_tokens=2))
+        llama.generate_batch(
+            inputs=[[5, 6, 7]], generation_config=GenerationConfig(max_new_tokens=2)
+        )
     with pytest.raises(NotImplementedError, match="continuous batching"):
         llama.init_continuous_batching()
 
 
-@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")  # transformers'
+@pytest.mark.filterwarnings(
+    "ignore:_compile flag on create_block_mask:DeprecationWarning"
+)  # transformers'
 def test_block_masks_of_flex_attention_are_refused(ids):
     model = make("llama", layers=[0])
     model.config._attn_implementation = "flex_attention"
-    with pytest.raises(NotImplementedError, match='BlockMask is not supported .* "sdpa" or "eager"'):
+    with pytest.raises(
+        NotImplementedError, match=r'BlockMask is not supported .* "sdpa" or "eager"'
+    ):
         model(ids)
 
 
@@ -362,23 +408,33 @@ def test_4d_masks_of_padding_work(llama, ids, kind, form):
     real[0, : 4 * (kind == "left padding")] = 0
     expected = llama(ids, attention_mask=real, use_cache=False).logits[:, 4:]
     positions = (real.cumsum(1) - 1).clamp(min=0)
-    given = mask if form == "bool" else torch.zeros(mask.shape).masked_fill(~mask, torch.finfo().min)
+    given = (
+        mask if form == "bool" else torch.zeros(mask.shape).masked_fill(~mask, torch.finfo().min)
+    )
     out = llama(ids, attention_mask=given, position_ids=positions, use_cache=False).logits[:, 4:]
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["documents", "prefix", "per head"])
 def test_4d_masks_that_a_state_cannot_follow_are_refused(llama, ids, kind):
-    with pytest.raises(NotImplementedError, match="a 4D mask may hide padding and later tokens only"):
+    with pytest.raises(
+        NotImplementedError, match="a 4D mask may hide padding and later tokens only"
+    ):
         llama(ids[:, :12], attention_mask=mask_4d(kind), use_cache=False)
     with teacher(llama):
-        assert llama(ids[:, :12], attention_mask=mask_4d(kind), use_cache=False).logits.isfinite().all()
+        assert (
+            llama(ids[:, :12], attention_mask=mask_4d(kind), use_cache=False)
+            .logits.isfinite()
+            .all()
+        )
 
 
 def test_4d_mask_over_a_filled_cache_is_checked():
     mask = mask_4d("left padding")[:, :, 7:]
     check_mask(mask, past=7)
-    check_mask(torch.nn.functional.pad(mask, (0, 5)), past=7)  # of a static cache with room for 5 more
+    check_mask(
+        torch.nn.functional.pad(mask, (0, 5)), past=7
+    )  # of a static cache with room for 5 more
     tree = mask.clone()
     tree[:, :, 3, 8] = False
     with pytest.raises(NotImplementedError, match="4D mask"):

@@ -158,9 +158,9 @@ def test_definition_with_every_option(data):
             dict(
                 feature_map=st.sampled_from(MAPS), mixing=st.sampled_from(MIXING_RULES),
                 tokens=st.integers(1, 12), window=st.integers(1, 5),
-                sinks=st.sampled_from([0, 2, 9]), kv_heads=st.sampled_from([1, 2, 4]), k_map=st.sampled_from(K_MAPS),
-                linear=st.booleans(), softcap=st.sampled_from([None, 0.7]),
-                sink_logit=st.booleans(), seed=st.integers(0, 99),
+                sinks=st.sampled_from([0, 2, 9]), kv_heads=st.sampled_from([1, 2, 4]),
+                k_map=st.sampled_from(K_MAPS), softcap=st.sampled_from([None, 0.7]),
+                linear=st.booleans(), sink_logit=st.booleans(), seed=st.integers(0, 99),
             )
         )
     )  # fmt: skip

@@ -1,0 +1,481 @@
+"""Attention transfer: its targets, its estimate, what it trains, and that layers are independent."""
+
+import warnings
+
+import pytest
+import torch
+
+from linearize import convert
+from linearize.losses import output_error
+from linearize.modeling.attention import branches, linearized_modules, transfer
+from linearize.modeling.configuration_linearized import K_MAPS, MIXING_RULES
+from linearize.modeling.feature_maps import FEATURE_MAPS
+from linearize.modeling.ops import hybrid_quadratic
+from linearize.transfer import (
+    LOSSES,
+    TransferObjective,
+    draw_queries,
+    eligible,
+    layer_loss,
+    student_output,
+    transfer_attention,
+)
+from tests.conftest import random_ids, randomize, tiny_linearized, tiny_llama
+from tests.definition import make_case
+from tests.tolerances import (
+    ACCUMULATION,
+    FLOAT64,
+    FLOAT64_GRADIENT,
+    GUARD,
+    SOFTMAX_FLOAT32,
+    TEACHER,
+)
+
+UNTRAINABLE = ("favor", "kernel")  # an unbiased estimate of exp(score) has nothing to learn
+
+
+class Packed(torch.utils.data.Dataset):
+    """Rows of random tokens, each cut into documents of the given lengths."""
+
+    def __init__(self, *rows, seed=0):
+        self.length = sum(rows[0])
+        self.ids = random_ids(len(rows), self.length, seed)
+        self.positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+        self.description = {"sha256": str(rows)}
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        ids, positions = self.ids[index], self.positions[index]
+        labels = ids.masked_fill(positions == 0, -100)
+        return {"input_ids": ids, "position_ids": positions, "labels": labels}
+
+    def batch(self):
+        return {key: torch.stack([row[key] for row in self]) for key in self[0]}
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+
+def linearized(**options):
+    with warnings.catch_warnings():  # of pairs that are not recommended, and of dropout
+        warnings.simplefilter("ignore")
+        return tiny_linearized(**options)
+
+
+def objective_for(model, data, *, loss="output", num_queries=None):
+    """A started objective; only the new parameters require a gradient."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and ".linearized." in name)
+    objective = TransferObjective(model, loss=loss, attention_weight=0.3, num_queries=num_queries)
+    objective.start(model, data)
+    return objective
+
+
+def measure(objective, model, batch, seed=0):
+    """(summed loss, {layer: summed loss}, gradients by name)."""
+    model.zero_grad()
+    loss, parts = objective(model, batch, torch.Generator().manual_seed(seed))
+    loss.backward()
+    named = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), {name: value.item() for name, value in parts.items()}, named
+
+
+def relative(a, b):
+    """|a - b| / |b| of two dicts of gradients."""
+    assert a.keys() == b.keys() and a
+    gap = torch.cat([(a[n] - b[n]).flatten() for n in a]).norm()
+    return (gap / torch.cat([b[n].flatten() for n in b]).norm()).item()
+
+
+LONG = Packed((24,), (24,), seed=1)
+MIXED = Packed((5, 9, 10), (24,), (2, 22), (12, 12), seed=2)
+STAGE = dict(
+    max_steps=6, batch_size=2, accumulation=2, learning_rate=1e-2, num_queries=4, progress=False,
+    logging_steps=1,
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------ targets
+@pytest.mark.parametrize("data", [LONG, MIXED], ids=["one-document", "packed"])
+def test_targets_are_the_attention_outputs_of_the_original(data):
+    """The inputs of every output projection, recorded in the original, equal the targets."""
+    original, seen, targets = tiny_llama(), [], {}
+    inputs = {k: v for k, v in data.batch().items() if k != "labels"}
+    for layer in original.model.layers:
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        original(**inputs, use_cache=False)
+
+    def observe(module, q, k, v, out, **kwargs):
+        targets[module.layer_idx] = out.transpose(1, 2).flatten(2)
+
+    model = tiny_linearized()
+    with torch.no_grad(), transfer(model, observe):
+        model(**inputs, use_cache=False)
+    for layer, expected in enumerate(seen):
+        assert torch.allclose(targets[layer], expected, rtol=0, atol=TEACHER)
+
+
+def test_the_linear_branch_matters_here():
+    """Guard: rows of these tests are long enough for the linear branch to change the logits."""
+    model, ids = tiny_linearized(), LONG.ids
+    with torch.no_grad():
+        whole = model(ids).logits
+        with branches(model, linear=False):
+            assert (model(ids).logits - whole).abs().max() > GUARD
+
+
+def test_targets_have_no_dropout():
+    model = linearized(model=tiny_llama(attention_dropout=0.5))
+    objective = objective_for(model, LONG)
+    model.train()
+    first = measure(objective, model, LONG.batch())
+    model.train()
+    second = measure(objective, model, LONG.batch())
+    assert first[0] == second[0] and first[0] > 0
+
+
+def test_sdpa_and_eager_teachers_give_the_same_losses():
+    losses = []
+    for name in ("sdpa", "eager"):
+        original = tiny_llama()
+        original.set_attn_implementation(name)
+        model = tiny_linearized(model=original)
+        losses.append(measure(objective_for(model, MIXED), model, MIXED.batch())[1])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_window_over_everything_gives_zero_loss(loss):
+    """Every query is asked for, though training would draw none of them."""
+    data, queries = MIXED, torch.arange(24).expand(4, -1)
+    model = tiny_linearized(window=24)
+    weights = {"output": (1.0, 0.0), "attention": (0.0, 1.0), "both": (1.0, 1.0)}[loss]
+    found = []
+
+    def observe(module, q, k, v, out, *, attention_mask, **inputs):
+        ones = torch.ones(queries.shape)
+        loss = layer_loss(module.linearized, (q, k, v), out, queries, ones, 1.0, weights, **inputs)
+        found.append(loss.item() / queries.numel())
+
+    inputs = {k: v for k, v in data.batch().items() if k != "labels"}
+    with torch.no_grad(), transfer(model, observe):
+        model(**inputs, use_cache=False)
+    assert len(found) == 2 and max(abs(x) for x in found) < SOFTMAX_FLOAT32
+    model = tiny_linearized(window=4)
+    with torch.no_grad(), transfer(model, observe):  # guard: a small window is far from zero
+        model(**inputs, use_cache=False)
+    assert min(found[2:]) > GUARD
+
+
+# ------------------------------------------------------------------------------ the student's rows
+@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("k_map", K_MAPS)
+@pytest.mark.parametrize("mixing", MIXING_RULES)
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+def test_student_rows_equal_the_definition(feature_map, mixing, k_map, sinks):
+    case = make_case(feature_map, mixing, k_map=k_map, tokens=24, sinks=sinks, softcap=3.0)
+    documents = torch.tensor([[0] * 24, [0] * 9 + [1] * 15])
+    queries = torch.tensor([[3, 23, 11, 4, 12], [8, 9, 23, 14, 16]])
+    inputs = dict(documents=documents, queries=queries)
+    sink_logit = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64)
+    op = case.heads.operator(scaling=case.op.scaling, softcap=3.0, sink_logit=sink_logit)
+    expected = hybrid_quadratic(op, *case.qkv, **inputs).out
+    found = student_output(
+        case.heads, *case.qkv, scaling=op.scaling, softcap=3.0, sink_logit=sink_logit, **inputs
+    )
+    assert torch.allclose(found, expected, rtol=0, atol=FLOAT64)
+    direction = torch.randn(found.shape, dtype=torch.float64)
+    parameters = {n: p for n, p in case.heads.named_parameters() if p.requires_grad}
+    if parameters:
+        a, b = (
+            torch.autograd.grad(
+                (out * direction).sum(), list(parameters.values()), materialize_grads=True,
+                allow_unused=True,
+            )
+            for out in (found, expected)
+        )  # fmt: skip
+        for name, x, y in zip(parameters, a, b):
+            assert torch.allclose(x, y, rtol=FLOAT64_GRADIENT, atol=FLOAT64_GRADIENT), name
+
+
+def test_losses_of_padded_rows_come_from_the_definition():
+    """A padded batch gives the loss of its rows alone."""
+    model = tiny_linearized()
+    objective = objective_for(model, LONG)
+    alone = {"input_ids": LONG.ids[:1]}
+    ids = torch.cat([torch.zeros(1, 6, dtype=torch.long), LONG.ids[:1]], 1)
+    padded = {"input_ids": ids, "attention_mask": (torch.arange(30) >= 6)[None].long()}
+    padded["position_ids"] = (torch.arange(30) - 6).clamp(min=0)[None]
+    assert objective.count(padded) == objective.count(alone) == 20
+    expected, found = (measure(objective, model, batch) for batch in (alone, padded))
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    assert relative(found[2], expected[2]) < 1e-4
+
+
+# ------------------------------------------------------------------------------ which queries
+def test_eligible_tokens_lie_beyond_window_and_sinks_of_their_document():
+    there = eligible(MIXED.batch(), 6)
+    expected = torch.zeros(4, 24, dtype=torch.bool)
+    for row, places in enumerate([(11, 12, 13, *range(20, 24)), range(6, 24), range(8, 24)]):
+        expected[row, list(places)] = True
+    expected[3, [*range(6, 12), *range(18, 24)]] = True
+    assert torch.equal(there, expected)
+
+
+def test_all_queries_have_weight_one():
+    there = eligible(MIXED.batch(), 6)
+    queries, weight = draw_queries(there, None, torch.Generator())
+    found = torch.zeros(4, 24).scatter_add(1, queries, weight)
+    assert torch.equal(found, there.float())
+
+
+def test_each_stratum_gives_one_query():
+    there = eligible(MIXED.batch(), 6)
+    queries, weight = draw_queries(there, 5, torch.Generator().manual_seed(0))
+    for row in range(4):
+        places = there[row].nonzero().flatten()
+        rank = [(places == q).nonzero().item() for q in queries[row].tolist()]
+        size = len(places) / 5
+        assert all(int(i * size) <= r < (i + 1) * size for i, r in enumerate(rank))
+        assert torch.allclose(weight[row], torch.tensor(size))
+
+
+def test_the_weights_of_many_draws_average_to_one_everywhere():
+    there, generator = eligible(MIXED.batch(), 6), torch.Generator().manual_seed(0)
+    draws, total = 4000, torch.zeros(4, 24)
+    for _ in range(draws):
+        queries, weight = draw_queries(there, 5, generator)
+        total.scatter_add_(1, queries, weight)
+    mean = total / draws
+    assert mean[~there].eq(0).all()
+    assert (mean[there] - 1).abs().max() < 0.1  # 5 standard errors
+    assert (mean.sum(1) - there.sum(1)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_losses_of_a_partition_of_queries_add_up_to_the_full_loss(loss):
+    """In float64; with weights n / Q this makes the estimate of `draw_queries` unbiased."""
+    model = tiny_linearized()
+    objective = objective_for(model, MIXED, loss=loss)
+    batch = MIXED.batch()
+    full = measure(objective, model, batch)[1]
+    queries, weight = draw_queries(eligible(batch, objective.exact), None, torch.Generator())
+    sums = dict.fromkeys(full, 0.0)
+
+    def observe(module, q, k, v, out, *, attention_mask, **inputs):
+        for part in torch.arange(queries.shape[1]).chunk(5):
+            where = (module.linearized, (q, k, v), out, queries[:, part], weight[:, part])
+            energy = objective.state["energy"][str(module.layer_idx)]
+            value = layer_loss(*where, energy, objective.weights, **inputs)
+            sums[f"layers.{module.layer_idx}"] += value.item()
+
+    objective._forward(model, batch, observe)
+    assert sums == pytest.approx(full, rel=1e-6)
+
+
+def test_the_subsampled_loss_is_close_to_the_full_loss_on_average():
+    model = tiny_linearized()
+    objective = objective_for(model, MIXED)
+    full = measure(objective, model, MIXED.batch())[0]
+    objective.num_queries = 3
+    draws = [measure(objective, model, MIXED.batch(), seed)[0] for seed in range(200)]
+    draws = torch.tensor(draws)
+    assert draws.std() > 0.01 * full  # guard: the draws differ
+    assert abs(draws.mean() - full) < 4 * draws.std() / 200**0.5
+
+
+# ------------------------------------------------------------------------------ the effective batch
+@pytest.mark.parametrize("num_queries", [None, 3], ids=["all", "three"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_micro_batches_equal_the_large_batch(loss, num_queries):
+    model = tiny_linearized()
+    objective = objective_for(model, MIXED, loss=loss, num_queries=num_queries)
+    large = measure(objective, model, MIXED.batch())
+    model.zero_grad()
+    generator, total = torch.Generator().manual_seed(0), 0.0
+    for row in MIXED:
+        value, _ = objective(model, {k: v[None] for k, v in row.items()}, generator)
+        value.backward()
+        total += value.item()
+    small = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert total == pytest.approx(large[0], rel=ACCUMULATION)
+    assert relative(small, large[2]) < ACCUMULATION
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_packed_documents_equal_separate_ones(loss):
+    model = tiny_linearized()
+    data = Packed((5, 9, 10), seed=2)
+    objective = objective_for(model, data, loss=loss)
+    packed = measure(objective, model, data.batch())
+    assert objective.count(data.batch()) == 1 + 5 + 6
+    model.zero_grad()
+    total = 0.0
+    for ids in data.ids[0].split((5, 9, 10)):
+        value, _ = objective(model, {"input_ids": ids[None]}, torch.Generator())
+        value.backward()
+        total += value.item()
+    apart = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert total == pytest.approx(packed[0], rel=1e-5)
+    assert relative(packed[2], apart) < 1e-4
+
+
+def test_a_batch_without_queries_has_zero_loss_and_zero_gradient():
+    model = tiny_linearized()
+    objective = objective_for(model, LONG)
+    loss, _, gradients = measure(objective, model, {"input_ids": LONG.ids[:, :4]})
+    assert loss == 0 and gradients and all(g.eq(0).all() for g in gradients.values())
+
+
+# ------------------------------------------------------------------------------ independence
+def test_the_loss_of_a_layer_has_no_gradient_for_another():
+    model = tiny_linearized()
+    objective = objective_for(model, LONG)
+    both = measure(objective, model, LONG.batch())
+    own = linearized_modules(model)
+    objective.layers = {1: own[1]}
+    model.zero_grad()
+    losses = {}
+
+    def observe(module, q, k, v, out, *, attention_mask, **inputs):
+        queries, weight = draw_queries(eligible(LONG.batch(), 4), None, torch.Generator())
+        energy = objective.state["energy"][str(module.layer_idx)]
+        losses[module.layer_idx] = layer_loss(
+            module.linearized, (q, k, v), out, queries, weight, energy, **inputs
+        )
+
+    objective._forward(model, LONG.batch(), observe)
+    losses[1].backward()
+    assert all(p.grad is None for p in own[0].parameters())
+    alone = {n: 0.5 * p.grad for n, p in model.named_parameters() if p.grad is not None}
+    expected = {n: g for n, g in both[2].items() if n in alone}  # mean over 2 layers
+    assert relative(alone, expected) < ACCUMULATION
+
+
+# ------------------------------------------------------------------------------ the stage
+def test_only_new_parameters_change_and_the_model_is_given_back(tmp_path):
+    model = tiny_linearized()
+    model.config.use_cache = True
+    before = {n: p.clone() for n, p in model.state_dict().items()}
+    flags = {n: p.requires_grad for n, p in model.named_parameters()}
+    metrics = transfer_attention(model, LONG, output_dir=tmp_path, **STAGE)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]) == (".linearized." not in name), name
+    assert flags == {n: p.requires_grad for n, p in model.named_parameters()}
+    assert model.config.use_cache is True and not model.training
+    assert metrics["steps"] == 6
+    entry = metrics["history"][0]
+    assert entry["loss"] == pytest.approx(sum(entry["layers"].values()) / 2)
+
+
+@pytest.mark.parametrize("mixing", MIXING_RULES)
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+def test_fifty_steps_lower_the_loss_of_every_layer(tmp_path, feature_map, mixing):
+    model = linearized(window=4, sinks=1, feature_map=feature_map, mixing=mixing)
+    if (feature_map, mixing) == UNTRAINABLE:
+        with pytest.raises(ValueError, match="favor under mixing kernel has nothing to train"):
+            transfer_attention(model, LONG, output_dir=tmp_path, **STAGE)
+        return
+    with torch.no_grad():
+        before = objective_losses(model)
+        options = {**STAGE, "max_steps": 50, "accumulation": 1, "num_queries": None}
+    transfer_attention(model, LONG, output_dir=tmp_path, **options)
+    after = objective_losses(model)
+    assert all(after[layer] < before[layer] for layer in before), (before, after)
+
+
+def objective_losses(model):
+    objective = TransferObjective(model, loss="output", attention_weight=0.0, num_queries=None)
+    objective.start(model, LONG)
+    return {k: v.item() for k, v in objective(model, LONG.batch(), torch.Generator())[1].items()}
+
+
+@pytest.mark.parametrize("loss", ["attention", "both"])
+def test_fifty_steps_of_the_other_losses_lower_every_layer(tmp_path, loss):
+    model = tiny_linearized(sinks=1)
+    options = {**STAGE, "max_steps": 50, "accumulation": 1}
+    history = transfer_attention(model, LONG, output_dir=tmp_path, loss=loss, **options)["history"]
+    for layer in ("0", "1"):
+        first, last = (
+            sum(entry["layers"][layer] for entry in part) for part in (history[:5], history[-5:])
+        )
+        assert last < first
+
+
+def test_resumed_equals_uninterrupted(tmp_path, monkeypatch):
+    options = {**STAGE, "save_steps": 3}
+    whole = tiny_linearized()
+    expected = transfer_attention(whole, MIXED, output_dir=tmp_path / "whole", **options)
+    calls, forward = [], TransferObjective.__call__
+
+    def killed(self, *args):
+        calls.append(1)
+        if len(calls) == 2 * 4 + 2:
+            raise InterruptedError
+        return forward(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TransferObjective, "__call__", killed)
+        with pytest.raises(InterruptedError):
+            transfer_attention(tiny_linearized(), MIXED, output_dir=tmp_path / "cut", **options)
+    resumed = tiny_linearized()
+    with monkeypatch.context() as patch:  # the energy comes from the checkpoint
+        patch.setattr(TransferObjective, "start", None)
+        found = transfer_attention(resumed, MIXED, output_dir=tmp_path / "cut", **options)
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, resumed.state_dict()[name]), name
+    drop = [{k: v for k, v in e.items() if k != "seconds"} for e in expected["history"]]
+    assert drop == [{k: v for k, v in e.items() if k != "seconds"} for e in found["history"]]
+
+
+def test_a_run_with_another_window_is_refused(tmp_path):
+    transfer_attention(tiny_linearized(window=4), LONG, output_dir=tmp_path, **STAGE)
+    with pytest.raises(ValueError, match=r"linearize: .* was started with .*'window': 4"):
+        transfer_attention(tiny_linearized(window=5), LONG, output_dir=tmp_path, **STAGE)
+
+
+def test_a_bf16_model_keeps_its_dtypes(tmp_path):
+    model = randomize(convert(tiny_llama().bfloat16(), window=4, sinks=0))
+    dtypes = {n: p.dtype for n, p in model.named_parameters()}
+    metrics = transfer_attention(model, LONG, output_dir=tmp_path, **STAGE)
+    assert {n: p.dtype for n, p in model.named_parameters()} == dtypes
+    assert {p.dtype for n, p in model.named_parameters() if ".linearized." in n} == {torch.float32}
+    assert metrics["history"][-1]["loss"] < 1
+
+
+def test_the_language_model_head_sees_one_token():
+    model, seen = tiny_linearized(), []
+    model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
+    objective = objective_for(model, LONG)
+    measure(objective, model, LONG.batch())
+    assert set(seen) == {1}
+
+
+# ------------------------------------------------------------------------------ refusals
+def test_a_softmax_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="transfer: this model has no linearized layer"):
+        transfer_attention(tiny_llama(), LONG, output_dir=tmp_path)
+
+
+def test_an_unknown_loss_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"transfer\.loss: 'mse' is not allowed; choose from out"):
+        transfer_attention(tiny_linearized(), LONG, output_dir=tmp_path, loss="mse")
+
+
+def test_no_queries_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"transfer\.num_queries: 0 is not allowed"):
+        transfer_attention(tiny_linearized(), LONG, output_dir=tmp_path, num_queries=0)
+
+
+def test_rows_within_the_window_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"data\.length: rows of 24 tokens never reach .* = 24"):
+        transfer_attention(tiny_linearized(window=22, sinks=2), LONG, output_dir=tmp_path)
+
+
+def test_documents_within_the_window_are_refused(tmp_path):
+    data = Packed((4, 4, 4), (6, 6))
+    with pytest.raises(ValueError, match="data: no document in the first 2 rows is longer than"):
+        transfer_attention(tiny_linearized(window=6), data, output_dir=tmp_path, progress=False)
