@@ -94,9 +94,16 @@ class _Job:
 
     def run(self) -> None:
         """Takes every step that an earlier call has not taken."""
-        recipe, directory = self.recipe, self.directory
-        directory.record(output=str(directory.path), **loading.provenance())
+        self.directory.record(output=str(self.directory.path), **loading.provenance())
         self._read_text()
+        tokenizer = self._make_student()
+        self._baselines(tokenizer)
+        totals = _summary(self.directory.results, self.recipe)
+        self.directory.record(**totals, finished=True)
+
+    def _make_student(self) -> Any:
+        """Makes, measures and saves the converted model; returns the tokenizer."""
+        recipe, directory = self.recipe, self.directory
         base, tokenizer = self._load_base()
         directory.once("teacher_texts", lambda: self._texts(base, tokenizer))
         self._prepare_data(base, tokenizer)
@@ -108,8 +115,7 @@ class _Job:
             self._measure_again(student, tokenizer)
         directory.once("converted_texts", lambda: self._texts(student, tokenizer))
         loading.save(student, tokenizer, directory.model)
-        self._baselines(tokenizer)
-        directory.record(**_summary(directory.results, recipe), finished=True)
+        return tokenizer
 
     def _read_text(self) -> None:
         """Reads the evaluation text first of all: a wrong path should not cost an hour."""

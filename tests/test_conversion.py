@@ -17,6 +17,7 @@ from transformers import (
 
 from linearize import convert
 from linearize.conversion import check_family, probe_geometry, resolve_layers
+from linearize.modeling import modeling_linearized
 from linearize.modeling.attention import linearized_modules
 from linearize.modeling.configuration_linearized import K_MAPS, MIXING_RULES
 from linearize.modeling.modeling_linearized import FAMILIES
@@ -218,6 +219,12 @@ def test_supported_families_pass():
 def test_converting_twice_is_refused():
     with pytest.raises(ValueError, match="model_type 'linearized_llama' is converted already"):
         convert(convert(tiny_llama()))
+
+
+def test_conversion_that_misses_layers_is_an_error(monkeypatch):
+    monkeypatch.setattr(modeling_linearized, "linearize_", lambda module, section: None)
+    with pytest.raises(ValueError, match="2 layers were asked for and 0 converted"):
+        convert(tiny_llama())
 
 
 def test_body_without_a_head_is_refused():

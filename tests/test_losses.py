@@ -117,9 +117,7 @@ def head_case(targets=11, dim=6, vocab=13):
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 11, 100])
-@pytest.mark.parametrize(
-    "weights", [(1.0, 0.0), (0.0, 1.0), (0.3, 0.7)], ids=["ce", "kl", "mix"]
-)
+@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (0.3, 0.7)], ids=["ce", "kl", "mix"])
 def test_token_losses_and_gradients_equal_the_unsliced_formula(chunk, weights):
     student, teacher, ids, weight, teacher_head = head_case()
     ce_weight, kl_weight = weights
@@ -139,7 +137,9 @@ def test_token_losses_and_gradients_equal_the_unsliced_formula(chunk, weights):
     target = teacher_head(teacher).log_softmax(-1)
     kl = (target.exp() * (target - log_p)).sum()
     expected = torch.autograd.grad(2.5 * (ce_weight * ce + kl_weight * kl), [student, weight])
-    assert torch.allclose(parts["ce"], ce, rtol=EXACT) and torch.allclose(parts["kl"], kl, rtol=EXACT)
+    assert torch.allclose(parts["ce"], ce, rtol=EXACT) and torch.allclose(
+        parts["kl"], kl, rtol=EXACT
+    )
     assert torch.allclose(loss, ce_weight * ce + kl_weight * kl, rtol=EXACT)
     for a, b in zip(found, expected):
         assert torch.allclose(a, b, rtol=0, atol=EXACT)

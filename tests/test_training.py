@@ -1,4 +1,4 @@
-"""The training loop on a small model with a plain objective: accumulation, resume, checkpoints, log."""
+"""The training loop with a plain objective: accumulation, resume, checkpoints, log."""
 
 import json
 from pathlib import Path
@@ -187,11 +187,13 @@ def test_a_finished_run_is_only_loaded(tmp_path):
 
 def test_a_run_under_other_settings_is_refused_by_the_key_that_differs(tmp_path):
     run(tmp_path)
-    with pytest.raises(ValueError, match=r"learning_rate: .* was started with 0.01, this run has 0.02"):
+    with pytest.raises(
+        ValueError, match=r"learning_rate: .* was started with 0.01, this run has 0.02"
+    ):
         run(tmp_path, learning_rate=2e-2)
-    with pytest.raises(ValueError, match="loss: .* was started with 'ce', this run has 'kl'"):
+    with pytest.raises(ValueError, match=r"loss: .* was started with 'ce', this run has 'kl'"):
         run(tmp_path, settings={"loss": "kl"})
-    with pytest.raises(ValueError, match="stage: .* was started with 'test'"):
+    with pytest.raises(ValueError, match=r"stage: .* was started with 'test'"):
         run(tmp_path, stage="other")
 
 
@@ -203,7 +205,7 @@ def test_never_starts_over(tmp_path):
 
 
 def test_another_word_for_resume_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="resume: True is not allowed; choose from auto, never"):
+    with pytest.raises(ValueError, match=r"resume: True is not allowed; choose from auto, never"):
         run(tmp_path, resume=True)
 
 
@@ -212,14 +214,20 @@ def test_a_checkpoint_of_other_parameters_is_refused(tmp_path):
     folder = tmp_path / "checkpoint-4" / training.TENSORS
     tensors = load_file(folder)
     training.save_file({"other": tensors[NORM]}, folder)
-    with pytest.raises(ValueError, match="holds other parameters than this model trains .*lm_head"):
+    with pytest.raises(
+        ValueError, match=r"holds other parameters than this model trains .*lm_head"
+    ):
         run(tmp_path)
 
 
 # ------------------------------------------------------------------------------ checkpoints
 def test_a_checkpoint_holds_what_trains_and_nothing_else(tmp_path):
-    _, model, _ = run(tmp_path, max_steps=6, save_steps=1)
-    assert sorted(p.name for p in tmp_path.glob("*")) == ["checkpoint-5", "checkpoint-6", "log.jsonl"]
+    run(tmp_path, max_steps=6, save_steps=1)
+    assert sorted(p.name for p in tmp_path.glob("*")) == [
+        "checkpoint-5",
+        "checkpoint-6",
+        "log.jsonl",
+    ]
     folder = tmp_path / "checkpoint-6"
     assert sorted(p.name for p in folder.iterdir()) == [
         "optimizer.pt", "rng_state.pth", "scheduler.pt", "stage.json", "trainable.safetensors",
@@ -302,7 +310,9 @@ def test_metrics_add_up(tmp_path):
     metrics, *_ = run(tmp_path)
     last = metrics["history"][-1]
     assert metrics["tokens"] == last["tokens"] == 4 * 4 * 32 and metrics["seconds"] > 0
-    assert metrics["tokens_per_s"] == pytest.approx(metrics["tokens"] / metrics["seconds"], rel=0.01)
+    assert metrics["tokens_per_s"] == pytest.approx(
+        metrics["tokens"] / metrics["seconds"], rel=0.01
+    )
 
 
 def test_the_progress_bar_shows_loss_and_speed(tmp_path, capsys):
@@ -317,7 +327,9 @@ def test_the_progress_bar_shows_loss_and_speed(tmp_path, capsys):
 def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path):
     model = tiny_llama()
     model.get_parameter(NORM).data.fill_(float("nan"))
-    with pytest.raises(ValueError, match="learning_rate: the loss became nan by step 1 under 0.01"):
+    with pytest.raises(
+        ValueError, match=r"learning_rate: the loss became nan by step 1 under 0.01"
+    ):
         run(tmp_path, model=model)
 
 
@@ -329,10 +341,15 @@ def test_preserved_gives_back_flags_modes_and_cache_setting():
     model.model.layers[0].train()
     before = {n: p.requires_grad for n, p in model.named_parameters()}
     modes = {n: m.training for n, m in model.named_modules()}
-    with pytest.raises(InterruptedError), preserved(model):
-        model.requires_grad_(True).train()
-        model.config.use_cache = False
-        raise InterruptedError
+
+    def interrupted():
+        with preserved(model):
+            model.requires_grad_(True).train()
+            model.config.use_cache = False
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        interrupted()
     assert {n: p.requires_grad for n, p in model.named_parameters()} == before
     assert {n: m.training for n, m in model.named_modules()} == modes
     assert model.config.use_cache is True

@@ -1,12 +1,16 @@
 """Attention transfer: its targets, its estimate, what it trains, and that layers are independent."""
 
+import json
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from linearize import convert
-from linearize.losses import output_error
 from linearize.modeling.attention import branches, linearized_modules, transfer
 from linearize.modeling.configuration_linearized import K_MAPS, MIXING_RULES
 from linearize.modeling.feature_maps import FEATURE_MAPS
@@ -20,7 +24,7 @@ from linearize.transfer import (
     student_output,
     transfer_attention,
 )
-from tests.conftest import random_ids, randomize, tiny_linearized, tiny_llama
+from tests.conftest import ROOT, random_ids, randomize, tiny_linearized, tiny_llama
 from tests.definition import make_case
 from tests.tolerances import (
     ACCUMULATION,
@@ -245,13 +249,13 @@ def test_each_stratum_gives_one_query():
 
 def test_the_weights_of_many_draws_average_to_one_everywhere():
     there, generator = eligible(MIXED.batch(), 6), torch.Generator().manual_seed(0)
-    draws, total = 4000, torch.zeros(4, 24)
+    draws, total = 1500, torch.zeros(4, 24)
     for _ in range(draws):
         queries, weight = draw_queries(there, 5, generator)
         total.scatter_add_(1, queries, weight)
     mean = total / draws
     assert mean[~there].eq(0).all()
-    assert (mean[there] - 1).abs().max() < 0.1  # 5 standard errors
+    assert (mean[there] - 1).abs().max() < 0.2  # 5 standard errors
     assert (mean.sum(1) - there.sum(1)).abs().max() < 1e-3
 
 
@@ -281,10 +285,10 @@ def test_the_subsampled_loss_is_close_to_the_full_loss_on_average():
     objective = objective_for(model, MIXED)
     full = measure(objective, model, MIXED.batch())[0]
     objective.num_queries = 3
-    draws = [measure(objective, model, MIXED.batch(), seed)[0] for seed in range(200)]
+    draws = [measure(objective, model, MIXED.batch(), seed)[0] for seed in range(80)]
     draws = torch.tensor(draws)
     assert draws.std() > 0.01 * full  # guard: the draws differ
-    assert abs(draws.mean() - full) < 4 * draws.std() / 200**0.5
+    assert abs(draws.mean() - full) < 4 * draws.std() / 80**0.5
 
 
 # ------------------------------------------------------------------------------ the effective batch
@@ -379,22 +383,18 @@ def test_fifty_steps_lower_the_loss_of_every_layer(tmp_path, feature_map, mixing
         with pytest.raises(ValueError, match="favor under mixing kernel has nothing to train"):
             transfer_attention(model, LONG, output_dir=tmp_path, **STAGE)
         return
-    with torch.no_grad():
-        before = objective_losses(model)
-        options = {**STAGE, "max_steps": 50, "accumulation": 1, "num_queries": None}
-    transfer_attention(model, LONG, output_dir=tmp_path, **options)
-    after = objective_losses(model)
+    objective, batch = objective_for(model, LONG), LONG.batch()
+    optimizer = torch.optim.AdamW([p for group in objective.groups for p in group], lr=1e-2)
+    before = measure(objective, model, batch)[1]
+    for _ in range(50):
+        measure(objective, model, batch)
+        optimizer.step()
+    after = measure(objective, model, batch)[1]
     assert all(after[layer] < before[layer] for layer in before), (before, after)
 
 
-def objective_losses(model):
-    objective = TransferObjective(model, loss="output", attention_weight=0.0, num_queries=None)
-    objective.start(model, LONG)
-    return {k: v.item() for k, v in objective(model, LONG.batch(), torch.Generator())[1].items()}
-
-
-@pytest.mark.parametrize("loss", ["attention", "both"])
-def test_fifty_steps_of_the_other_losses_lower_every_layer(tmp_path, loss):
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_stage_lowers_the_loss_of_every_layer(tmp_path, loss):
     model = tiny_linearized(sinks=1)
     options = {**STAGE, "max_steps": 50, "accumulation": 1}
     history = transfer_attention(model, LONG, output_dir=tmp_path, loss=loss, **options)["history"]
@@ -479,3 +479,41 @@ def test_documents_within_the_window_are_refused(tmp_path):
     data = Packed((4, 4, 4), (6, 6))
     with pytest.raises(ValueError, match="data: no document in the first 2 rows is longer than"):
         transfer_attention(tiny_linearized(window=6), data, output_dir=tmp_path, progress=False)
+
+
+# ------------------------------------------------------------------------------ two processes
+TWO = """
+import sys, torch
+from linearize.transfer import transfer_attention
+from tests.conftest import tiny_linearized
+from tests.test_transfer import MIXED, STAGE
+model = tiny_linearized()
+options = {**STAGE, "max_steps": 2, "num_queries": None, "accumulation": 1, "clip": None}
+transfer_attention(model, MIXED, output_dir=sys.argv[1], **{**options, "batch_size": 1})
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one_with_the_double_batch(tmp_path):
+    """Without DDP's search for unused parameters: all that trains has a gradient."""
+    script = tmp_path / "two.py"
+    script.write_text(TWO)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path / "two")], env=environment, cwd=ROOT,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    model = tiny_linearized()
+    options = {**STAGE, "max_steps": 2, "num_queries": None, "accumulation": 1, "clip": None}
+    metrics = transfer_attention(model, MIXED, output_dir=tmp_path / "one", **options)
+    tensors = load_file(tmp_path / "two" / "checkpoint-2" / "trainable.safetensors")
+    assert tensors.keys() == {n for n, _ in model.named_parameters() if ".linearized." in n}
+    for name, tensor in tensors.items():
+        assert torch.allclose(tensor, model.get_parameter(name), rtol=0, atol=1e-5), name
+    log = [json.loads(line) for line in (tmp_path / "two" / "log.jsonl").read_text().splitlines()]
+    for ours, theirs in zip(log, metrics["history"], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours["layers"] == pytest.approx(theirs["layers"], rel=1e-4)
+        assert ours["tokens"] == theirs["tokens"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import random_ids, randomize, tiny_model
 from families import ALL_FULL, MIXED, VOCAB, cache_argument
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 from transformers.cache_utils import Cache, QuantizedLayer
 
@@ -375,16 +376,12 @@ def test_continuous_batching_is_refused(llama):
         llama.init_continuous_batching()
 
 
-@pytest.mark.filterwarnings(
-    "ignore:_compile flag on create_block_mask:DeprecationWarning"
-)  # transformers'
-def test_block_masks_of_flex_attention_are_refused(ids):
-    model = make("llama", layers=[0])
-    model.config._attn_implementation = "flex_attention"
+def test_block_masks_of_flex_attention_are_refused(llama, ids):
+    blocks = create_block_mask(lambda b, h, q, k: q >= k, 2, 1, 31, 31, device="cpu")
     with pytest.raises(
-        NotImplementedError, match=r'BlockMask is not supported .* "sdpa" or "eager"'
+        NotImplementedError, match=r'BlockMask is not supported .*"sdpa" or "eager"'
     ):
-        model(ids)
+        llama(ids, attention_mask=blocks)
 
 
 def mask_4d(kind, batch=2, length=12):
