@@ -117,7 +117,7 @@ class TestModel:
         ids = tokenizer(STORY, return_tensors="pt")["input_ids"][0]
         assert len(ids) > 4 * window
         banded, full = nll(model, ids, window)[64:].mean(), nll(model, ids)[64:].mean()
-        assert banded > full + 0.05
+        assert banded > full + 0.15
 
     def test_copies_a_passage_from_beyond_the_window(self, model, tokenizer):
         sentences = STORY.split(". ")

@@ -1,5 +1,7 @@
 """torch.compile: one graph, no recompilation as a sequence grows, the numbers of the eager run."""
 
+import shutil
+
 import pytest
 import torch
 from conftest import random_ids, tiny_linearized, tiny_llama
@@ -8,6 +10,8 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache
 from transformers.generation.configuration_utils import CompileConfig
 
+# the default compiler of torch writes C++, which takes a minute to compile
+WITH_A_C_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 GENERATE = dict(do_sample=False, max_new_tokens=30, eos_token_id=None, pad_token_id=0)
 
 
@@ -77,7 +81,10 @@ def test_decoding_step_is_not_recompiled():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
-@pytest.mark.parametrize(("backend", "length"), [("inductor", 40), ("aot_eager", 70)])
+@pytest.mark.parametrize(
+    ("backend", "length"),
+    [("aot_eager", 70), pytest.param("inductor", 40, marks=[pytest.mark.slow, WITH_A_C_COMPILER])],
+)
 def test_training_step(backend, length):
     model, ids, gradients = one_layer().train(), random_ids(2, length), []
     for run in (model, torch.compile(model, fullgraph=True, backend=backend)):
