@@ -1,4 +1,4 @@
-"""Attention transfer: its targets, its estimate, what it trains, and that layers are independent."""
+"""Attention transfer: targets, estimate, what trains, and that layers are independent."""
 
 import json
 import os

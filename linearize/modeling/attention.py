@@ -18,8 +18,9 @@ from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache import LinearizedLayer, claim_cache_layer, find_cache
+from .chunked import advance, hybrid_chunked, hybrid_packed
 from .feature_maps import FEATURE_MAPS
-from .ops import Hybrid, advance, empty_state, hybrid_chunked, hybrid_packed, hybrid_quadratic, hybrid_step
+from .ops import Hybrid, empty_state, hybrid_quadratic, hybrid_step
 
 IMPLEMENTATION = "linearized"
 START_WEIGHT = 0.1  # of the window's best key, against linear weights of order 1 (Zhang et al. 2024)

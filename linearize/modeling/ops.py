@@ -1,4 +1,4 @@
-"""The hybrid operator in plain torch: its definition, its recurrent form and its chunked form.
+"""The hybrid operator in plain torch: its definition, its recurrent form, and the parts that its forms share.
 
 Legend: B batch, H query heads, G key/value heads, HS state heads (G, or H when every query head has its own map of k),
 R = H / HS, T tokens, D head size, Dv value size, F features, C chunk, W window, N sinks, P = max(W - 1, 0) earlier tokens
@@ -14,7 +14,7 @@ For a query t of one document, with positions counted among the valid tokens of 
 
 The three mixing rules are this one formula: `calibrated` learns beta and alpha per head, `lolcats` (Zhang et al. 2024,
 arXiv:2410.10254) has alpha = 0 and exp(beta) = sigmoid(w), `kernel` has alpha = 1. m_t is part of the function, so gradients
-flow through it. See docs/concepts.md.
+flow through it. See docs/concepts.md. The chunked form is in `chunked`.
 
 The fast forms compute the exact part and the linear part apart, each with the logarithm of its mass, and join them by
 
@@ -23,7 +23,6 @@ The fast forms compute the exact part and the linear part apart, each with the l
 which is the formula above, reordered so that no exponential has a positive argument.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,9 +32,6 @@ import torch.nn.functional as F
 
 NEGLIGIBLE = -80.0  # exp of it, against a sum of at least 1, is below the resolution of fp64
 EMPTY = -1e30  # the logarithm of an empty sum: finite, so that differences and gradients stay finite
-CHUNK = 64
-CHUNK_LOG = 16  # chunk of maps in log space, whose diagonal blocks hold [C, C, F]
-SEGMENT = 512
 
 
 @dataclass(frozen=True)
@@ -160,7 +156,7 @@ def hybrid_quadratic(op, q, k, v, *, valid=None, documents=None, queries=None):
     if queries is not None:
         q = q.gather(2, queries[:, None, :, None].expand(B, H, -1, D))
     wide, G = compute_dtype(q), k.shape[1]
-    scores = op.scores((_group(q.to(wide), G) @ k.to(wide).mT.unsqueeze(2)).flatten(1, 2))  # [B, H, Q, T]
+    scores = op.scores((group(q.to(wide), G) @ k.to(wide).mT.unsqueeze(2)).flatten(1, 2))  # [B, H, Q, T]
     scores = scores.masked_fill(~exact, EMPTY)
     beta, alpha, sink_logit = (None if p is None else p.to(wide)[:, None, None] for p in op.per_head)
     if sink_logit is not None:  # one more exact key, with value zero
@@ -173,23 +169,23 @@ def hybrid_quadratic(op, q, k, v, *, valid=None, documents=None, queries=None):
     total = torch.cat([log_a, extra], -1).logsumexp(-1, keepdim=True)
     log_weights = torch.where(log_a > EMPTY / 2, log_a - total, EMPTY)  # all EMPTY in a row without any weight
     weights = log_weights.exp()
-    out = (_group(weights, G) @ v.to(wide).unsqueeze(2)).flatten(1, 2)
+    out = (group(weights, G) @ v.to(wide).unsqueeze(2)).flatten(1, 2)
     return Rows(out.to(v.dtype), log_weights, (weights * linear).sum(-1))
 
 
-def _group(x, heads):
+def group(x, heads):
     """[B, H, ...] -> [B, heads, H / heads, ...]."""
     return x.unflatten(1, (heads, -1))
 
 
-def _state_heads(op, x):
+def state_heads_of(op, x):
     """Keys or values [B, G, T, .] repeated for the heads that own a state, [B, HS, T, .]."""
     return x if x.shape[1] == op.state_heads else x.repeat_interleave(op.state_heads // x.shape[1], 1)
 
 
 def _linear_log_weights(op, q, k):
     """log phi_q(q).phi_k(k) [B, H, Q, T]; EMPTY where the product is zero."""
-    fq, fk = _group(op.phi_q(q), op.state_heads), op.phi_k(_state_heads(op, k))
+    fq, fk = group(op.phi_q(q), op.state_heads), op.phi_k(state_heads_of(op, k))
     scale = 0.0
     if op.log_space:
         shift = fk.amax(2, keepdim=True).detach()  # [B, HS, 1, F]
@@ -210,7 +206,7 @@ def _log(x):
 
 
 # ------------------------------------------------------------------------------------------------ joining the parts
-def _join(op, exact, linear):
+def join(op, exact, linear):
     """One output from the exact part (o, log mass) and the linear part (o, log mass); masses [..., 1]."""
     if linear is None:
         return exact[0]
@@ -220,7 +216,7 @@ def _join(op, exact, linear):
     return share * exact[0] + (1 - share) * linear[0]
 
 
-def _exact_part(op, q, k, v, mask, beta, alpha, sink_logit):
+def exact_part(op, q, k, v, mask, beta, alpha, sink_logit):
     """(output, log mass) of exact attention of rows q [..., R C, D] on the keys k, v [..., U, .].
 
     mask [..., 1, C, U] is bool; beta, alpha, sink_logit broadcast over [..., R, C, 1]. A row without a key gives 0 and EMPTY.
@@ -243,7 +239,7 @@ def _exact_part(op, q, k, v, mask, beta, alpha, sink_logit):
     return out, log_mass.flatten(-3, -2)
 
 
-def _linear_part(num, den, scale=0.0):
+def linear_part(num, den, scale=0.0):
     """(output, log mass) from sums scaled by exp(-scale)."""
     return num / torch.where(_counts(den), den, 1), _log(den) + scale
 
@@ -252,7 +248,7 @@ def _linear_part(num, den, scale=0.0):
 def fold(op, state, k, v, weight=None):
     """(S, z, shift) after the tokens k [B, G, n, D], v [B, G, n, Dv] with weights [B, n] in {0, 1} have been added."""
     S, z, shift = state.S, state.z, state.shift
-    features, values = op.phi_k(_state_heads(op, k)), _state_heads(op, v).to(S.dtype)
+    features, values = op.phi_k(state_heads_of(op, k)), state_heads_of(op, v).to(S.dtype)
     if op.log_space:
         if weight is not None:
             features = features.masked_fill(~weight[:, None, :, None], EMPTY)
@@ -284,22 +280,22 @@ def hybrid_step(op, q, k, v, state):
             at = torch.arange(P + 1, device=q.device) + place[:, None]
             all_k, all_v, mask = [sink_k, keys], [sink_v, values], [*mask, at >= N]
         per_head = (None if p is None else p.to(wide).view(G, -1, 1, 1) for p in op.per_head)
-        exact = _exact_part(
-            op, _group(q.squeeze(2), G).to(wide), torch.cat(all_k, 2).to(wide), torch.cat(all_v, 2).to(wide),
+        exact = exact_part(
+            op, group(q.squeeze(2), G).to(wide), torch.cat(all_k, 2).to(wide), torch.cat(all_v, 2).to(wide),
             torch.cat(mask, 1)[:, None, None, None], *per_head,
         )  # fmt: skip
         exact = tuple(x.flatten(1, 2) for x in exact)  # [B, H, Dv], [B, H, 1]
     linear = None
     if op.linear:
-        fq = _group(op.phi_q(q).squeeze(2), op.state_heads)  # [B, HS, R, F]
+        fq = group(op.phi_q(q).squeeze(2), op.state_heads)  # [B, HS, R, F]
         scale = 0.0
         if op.log_space:
             fq = fq + read[2].unsqueeze(2)
             scale = fq.amax(-1, keepdim=True).detach()
             fq = (fq - scale).exp()
-        linear = _linear_part(fq @ read[0], fq @ read[1].unsqueeze(-1), scale)
+        linear = linear_part(fq @ read[0], fq @ read[1].unsqueeze(-1), scale)
         linear = tuple(x.flatten(1, 2) for x in linear)
-    out = _join(op, exact, linear).unsqueeze(2).to(v.dtype)
+    out = join(op, exact, linear).unsqueeze(2).to(v.dtype)
     return out, State(S, z, shift, sink_k, sink_v, keys[:, :, 1:], values[:, :, 1:], seen + 1)
 
 
@@ -310,176 +306,3 @@ def hybrid_recurrent(op, q, k, v, state):
         out, state = hybrid_step(op, *(x[:, :, t : t + 1] for x in (q, k, v)), state)
         outs.append(out)
     return torch.cat(outs, 2), state
-
-
-# ------------------------------------------------------------------------------------------------ chunked form
-def hybrid_chunked(op, q, k, v, state, *, valid=None, chunk=None, segment=SEGMENT):
-    """The operator in chunks that carry a constant-size state: memory linear in T, differentiable, any T and any split.
-
-    q [B, H, T, D]; k [B, G, T, D]; v [B, G, T, Dv]; valid [B, T] bool or None (all real). Returns (o [B, H, T, Dv], state).
-    Rows of padding are finite and mean nothing. Splitting T over calls changes nothing beyond rounding.
-    """
-    chunk = chunk or (CHUNK_LOG if op.log_space else CHUNK)
-    outs = [] if q.shape[2] else [q.new_zeros(*q.shape[:3], v.shape[-1])]
-    for start in range(0, q.shape[2], segment):
-        part = slice(start, start + segment)
-        mask = None if valid is None else valid[:, part]
-        out, state = _segment(op, q[:, :, part], k[:, :, part], v[:, :, part], state, mask, chunk)
-        outs.append(out)
-    return (torch.cat(outs, 2) if len(outs) != 1 else outs[0]), state
-
-
-def advance(op, state, k, v, valid=None):
-    """The state after the tokens k [B, G, T, D], v [B, G, T, Dv], valid [B, T] or None, without their outputs."""
-    B, _, T, D = k.shape
-    return hybrid_chunked(op, k.new_zeros(B, op.beta.shape[0], T, D), k, v, state, valid=valid)[1]
-
-
-def hybrid_packed(op, q, k, v, state, *, valid=None, documents=None, chunk=None):
-    """`hybrid_chunked` on rows that hold several documents: each runs alone, so nothing can leak. Returns o.
-
-    documents [B, T] int, constant within a document. state is the empty state of one row batch.
-    """
-    border = F.pad(documents[:, 1:] != documents[:, :-1], (1, 1), value=True)
-    rows = []
-    for b in range(q.shape[0]):
-        edges = border[b].nonzero().flatten().tolist()
-        alone = State(*(x[b : b + 1] for x in state))
-        parts = [
-            hybrid_chunked(
-                op, *(x[b : b + 1, :, i:j] for x in (q, k, v)), alone,
-                valid=None if valid is None else valid[b : b + 1, i:j], chunk=chunk,
-            )[0]
-            for i, j in zip(edges, edges[1:])
-        ]  # fmt: skip
-        rows.append(torch.cat(parts, 2))
-    return torch.cat(rows)
-
-
-def _segment(op, q, k, v, state, valid, C):
-    T, P, N = q.shape[2], op.past, op.sinks
-    C = min(C, T)
-    keys, values = torch.cat([state.window_k, k], 2), torch.cat([state.window_v, v], 2)  # [B, G, P + T, .]
-    start = (state.seen - P)[:, None]  # position of keys[0]
-    first = start.clamp(min=0)  # the oldest position that keys still hold
-    seen = state.seen + T
-    order = None
-    if valid is not None:  # move the real tokens of each row to the right, in order
-        real = torch.cat([start + torch.arange(P, device=q.device) >= 0, valid], 1)
-        order = real.to(torch.uint8).argsort(dim=1, stable=True)
-        keys, values = _take(keys, order), _take(values, order)
-        q = _take(F.pad(q, (0, 0, P, 0)), order)[:, :, P:]
-        seen = state.seen + valid.sum(1)
-        start = (seen - P - T)[:, None]
-    place = start + torch.arange(P + T, device=q.device)  # [B, P + T]
-    there = place >= first
-    sink_k, sink_v = _update_sinks(N, state, keys, values, start, first)
-
-    n = math.ceil(T / C)
-    pad = n * C - T
-    if pad:
-        q, keys, values = (F.pad(x, (0, 0, 0, pad)) for x in (q, keys, values))
-        place, there = F.pad(place, (0, pad), value=-1), F.pad(there, (0, pad))
-    exact = None
-    if N or op.window:
-        exact = _exact_chunks(op, q, keys, values, sink_k, sink_v, place, there, C)
-    linear, carry = None, state[:3]
-    if op.linear:
-        counts = there & (place >= N)
-        counts[:, T:] = False
-        inner = _linear_chunks_log if op.log_space else _linear_chunks
-        linear, carry = inner(op, q, keys[:, :, : n * C], values[:, :, : n * C], counts[:, : n * C], state, C)
-    out = _join(op, exact, linear)[:, :, :T].to(v.dtype)
-    if order is not None:  # back to where the rows came from; what came from before this call is dropped
-        index = torch.where(order[:, P:] >= P, order[:, P:] - P, T)[:, None, :, None].expand_as(out)
-        out = out.new_zeros(*out.shape[:2], T + 1, out.shape[-1]).scatter(2, index, out)[:, :, :T]
-    return out, State(*carry, sink_k, sink_v, keys[:, :, T : T + P], values[:, :, T : T + P], seen)
-
-
-def _take(x, order):
-    """x [B, heads, L, d] with the L axis in the given order [B, L]."""
-    return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
-
-
-def _update_sinks(N, state, keys, values, start, first):
-    """The sink keys and values after the tokens `keys` [B, G, L, .] at positions start .. start + L - 1."""
-    if not N:
-        return state.sink_k, state.sink_v
-    slot = torch.arange(N, device=keys.device)
-    index = slot - start  # [B, N] where each sink lies in keys
-    fresh = ((slot >= first) & (index < keys.shape[2]))[:, None, :, None]
-    index = index.clamp(0, keys.shape[2] - 1)
-    return tuple(torch.where(fresh, _take(x, index), old) for x, old in ((keys, state.sink_k), (values, state.sink_v)))
-
-
-def _chunks(x, heads, C):
-    """Rows [B, H, n C, d] -> [B, heads, n, H / heads * C, d]: the heads of a group share one product."""
-    return _group(x, heads).unflatten(3, (-1, C)).transpose(2, 3).flatten(3, 4)
-
-
-def _unchunk(x, C):
-    """The inverse of `_chunks`: [B, heads, n, R C, d] -> [B, H, n C, d]."""
-    return x.unflatten(3, (-1, C)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
-
-
-def _exact_chunks(op, q, keys, values, sink_k, sink_v, place, there, C):
-    """Exact part of all chunks: each sees the sinks and the P + C keys that end with its own."""
-    G, N, P, wide, B = keys.shape[1], op.sinks, op.past, compute_dtype(q), q.shape[0]
-    n, R = q.shape[2] // C, q.shape[1] // keys.shape[1]
-    rows = _chunks(q, G, C).to(wide)  # [B, G, n, R C, D]
-    at = place[:, P:].unflatten(1, (n, C))[..., None]  # [B, n, C, 1] positions of the queries
-    mask = [(torch.arange(N, device=q.device) <= at)]
-    spans = [(x.to(wide)[:, :, None].expand(-1, -1, n, -1, -1),) for x in (sink_k, sink_v)]
-    if op.window:
-        age = torch.arange(C, device=q.device)[:, None] + P - torch.arange(P + C, device=q.device)
-        counts = (there & (place >= N)).unfold(1, P + C, C)[:, :, None]  # [B, n, 1, P + C]
-        mask.append((age >= 0) & (age < op.window) & counts)
-        spans = [(*s, x.to(wide).unfold(2, P + C, C).mT) for s, x in zip(spans, (keys, values))]
-    mask = torch.cat(mask, -1)[:, None, :, None]  # [B, 1, n, 1, C, N + P + C]
-    per_head = (None if p is None else p.to(wide).view(G, 1, R, 1, 1) for p in op.per_head)
-    k, v = (torch.cat(s, 3) for s in spans)
-    return tuple(_unchunk(x, C) for x in _exact_part(op, rows, k, v, mask, *per_head))
-
-
-def _triangle(op, C, heads, device):
-    """Which keys of its own chunk a query reads linearly: those before it, and itself if there is no window."""
-    return torch.ones(C, C, dtype=torch.bool, device=device).tril(-1 if op.window else 0).repeat(heads, 1)
-
-
-def _linear_chunks(op, q, keys, values, counts, state, C):
-    """Linear part of all chunks, and (S, z, shift) after them. keys[t] is the key that leaves the window at query t."""
-    HS = op.state_heads
-    fk = op.phi_k(_state_heads(op, keys)) * counts[:, None, :, None]
-    fk = fk.unflatten(2, (-1, C))  # [B, HS, n, C, F]
-    v = _state_heads(op, values).to(fk.dtype).unflatten(2, (-1, C))
-    fq = _chunks(op.phi_q(q), HS, C)  # [B, HS, n, R C, F]
-    S = torch.cat([state.S[:, :, None], fk.mT @ v], 2).cumsum(2)  # [B, HS, n + 1, F, Dv], S[c] before chunk c
-    z = torch.cat([state.z[:, :, None], fk.sum(3)], 2).cumsum(2)
-    inner = (fq @ fk.mT) * _triangle(op, C, q.shape[1] // HS, q.device)
-    num = fq @ S[:, :, :-1] + inner @ v
-    den = fq @ z[:, :, :-1, :, None] + inner.sum(-1, keepdim=True)
-    return tuple(_unchunk(x, C) for x in _linear_part(num, den)), (S[:, :, -1], z[:, :, -1], state.shift)
-
-
-def _linear_chunks_log(op, q, keys, values, counts, state, C):
-    """`_linear_chunks` for log features: a shift per feature and chunk, and exact sums of logarithms inside a chunk."""
-    HS, B = op.state_heads, q.shape[0]
-    lk = op.phi_k(_state_heads(op, keys)).masked_fill(~counts[:, None, :, None], EMPTY).unflatten(2, (-1, C))
-    v = _state_heads(op, values).to(lk.dtype).unflatten(2, (-1, C))
-    lq = _chunks(op.phi_q(q), HS, C)
-    triangle = _triangle(op, C, q.shape[1] // HS, q.device)
-    parts, carry = [], state
-    for c in range(lk.shape[2]):
-        rows = lq[:, :, c]  # [B, HS, R C, F]
-        shifted = rows + carry.shift.unsqueeze(2)
-        inner = (rows.unsqueeze(3) + lk[:, :, c].unsqueeze(2)).logsumexp(-1)  # [B, HS, R C, C]
-        visible = triangle & counts.unflatten(1, (-1, C))[:, c][:, None, None]
-        inner = inner.masked_fill(~visible, EMPTY)
-        scale = torch.maximum(shifted.amax(-1, keepdim=True), inner.amax(-1, keepdim=True)).detach()
-        outer, inner = (shifted - scale).exp(), (inner - scale).exp() * visible
-        num = outer @ carry.S + inner @ v[:, :, c]
-        den = outer @ carry.z.unsqueeze(-1) + inner.sum(-1, keepdim=True)
-        parts.append(_linear_part(num, den, scale))
-        span = slice(c * C, (c + 1) * C)
-        carry = State(*fold(op, carry, keys[:, :, span], values[:, :, span], counts[:, span]), *state[3:])
-    return tuple(_unchunk(torch.stack(x, 2), C) for x in zip(*parts)), carry[:3]

@@ -22,7 +22,8 @@ from linearize.modeling.attention import (
 )
 from linearize.modeling.configuration_linearized import MIXING_RULES, LinearizeConfig
 from linearize.modeling.feature_maps import FEATURE_MAPS
-from linearize.modeling.ops import Rows, hybrid_chunked, hybrid_packed, hybrid_quadratic
+from linearize.modeling.chunked import hybrid_chunked, hybrid_packed
+from linearize.modeling.ops import Rows, hybrid_quadratic
 
 GEOMETRY = {
     "0": {"num_heads": 4, "num_key_value_heads": 2, "qk_dim": 8, "v_dim": 8, "scaling": 8**-0.5}

@@ -23,14 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from linearize.modeling.configuration_linearized import MIXING_RULES
 from linearize.modeling.feature_maps import FEATURE_MAPS
-from linearize.modeling.ops import (
-    hybrid_chunked,
-    hybrid_packed,
-    hybrid_quadratic,
-    hybrid_recurrent,
-    hybrid_step,
-    masks,
-)
+from linearize.modeling.chunked import hybrid_chunked, hybrid_packed
+from linearize.modeling.ops import hybrid_quadratic, hybrid_recurrent, hybrid_step, masks
 
 MAPS = list(FEATURE_MAPS)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
