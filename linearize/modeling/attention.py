@@ -48,10 +48,11 @@ class LinearizedHeads(nn.Module):
             self.feature_map_k = make(self.state_heads, shape["qk_dim"], section.feature_dim, **options)
             if self.mixing == "lolcats":
                 self.gate = nn.Parameter(torch.empty(self.num_heads))
-            else:
+            elif self.mixing == "kernel" and section.feature_map == "favor":
                 # an unbiased estimator of exp(score) has no free scale against exp(score)
-                learned = not (self.mixing == "kernel" and section.feature_map == "favor")
-                self.beta = nn.Parameter(torch.empty(self.num_heads), requires_grad=learned)
+                self.register_buffer("beta", torch.empty(self.num_heads))
+            else:
+                self.beta = nn.Parameter(torch.empty(self.num_heads))
             if self.mixing == "calibrated":
                 self.alpha = nn.Parameter(torch.empty(self.num_heads))
         self.float()
