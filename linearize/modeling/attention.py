@@ -111,11 +111,14 @@ class LinearizedHeads(nn.Module):
         op = self.operator(**operator)
         if queries is not None:
             return hybrid_quadratic(op, q, k, v, valid=valid, documents=documents, queries=queries)
-        start = empty_state(op, q, k, v, self.feature_map_k.num_features)
+
+        def start():
+            return empty_state(op, q, k, v, self.feature_map_k.num_features)
+
         if cache_layer is None:
             if documents is None:
-                return hybrid_chunked(op, q, k, v, start, valid=valid)[0]
-            return hybrid_packed(op, q, k, v, start, valid=valid, documents=documents)
+                return hybrid_chunked(op, q, k, v, start(), valid=valid)[0]
+            return hybrid_packed(op, q, k, v, start(), valid=valid, documents=documents)
         settings = (op.window, op.sinks, op.linear)
         if cache_layer.settings not in (None, settings):
             raise ValueError(
@@ -125,11 +128,11 @@ class LinearizedHeads(nn.Module):
         cache_layer.settings = settings
 
         def replay(state, *tokens):
-            return advance(op, start if state is None else state, *tokens)
+            return advance(op, start() if state is None else state, *tokens)
 
-        state = cache_layer.read(replay) or start
+        state = cache_layer.read(replay) or start()
         if q.shape[2] == 1 and valid is None:
-            out, state = hybrid_step(op, q, k, v, state)
+            out, state = hybrid_step(op, q, k, v, state, settled=cache_layer.has_seen(op.window + op.sinks))
         else:
             out, state = hybrid_chunked(op, q, k, v, state, valid=valid)
         cache_layer.write(state, k, v, valid)

@@ -29,7 +29,7 @@ class LinearizedLayer(CacheLayerMixin):
         self.siblings = siblings  # the layer list of the owning cache
         self.record_past = record_past
         self.cumulative_length = 0
-        self.state, self.settings = None, None
+        self.state, self.settings, self.padded = None, None, False
         self._base, self._log, self._stale = None, [], False
 
     # ------------------------------------------------------------------------------------------ state
@@ -59,7 +59,12 @@ class LinearizedLayer(CacheLayerMixin):
                 for tensor in self.state:
                     torch._dynamo.mark_static_address(tensor)
         self.is_initialized, self.device = True, k.device
+        self.padded = self.padded or valid is not None
         self.cumulative_length += k.shape[2]
+
+    def has_seen(self, tokens):
+        """Whether every row surely holds so many tokens; False while compiling, where the answer would change the graph."""
+        return not (torch.compiler.is_compiling() or self.padded) and self.cumulative_length >= tokens
 
     def _fits(self, state):
         """Whether `state` can be written into the tensors that are there."""
@@ -96,7 +101,8 @@ class LinearizedLayer(CacheLayerMixin):
     def reset(self):
         # the tensors stay, and so do their addresses; at length 0 nobody reads them
         self._base, self._log, self._stale = None, [], False
-        self.cumulative_length, self.settings, self.is_initialized = 0, None, False
+        self.cumulative_length, self.settings = 0, None
+        self.is_initialized = self.padded = False
 
     def reorder_cache(self, beam_idx):
         self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))

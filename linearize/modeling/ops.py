@@ -219,23 +219,29 @@ def join(op, exact, linear):
 def exact_part(op, q, k, v, mask, beta, alpha, sink_logit):
     """(output, log mass) of exact attention of rows q [..., R C, D] on the keys k, v [..., U, .].
 
-    mask [..., 1, C, U] is bool; beta, alpha, sink_logit broadcast over [..., R, C, 1]. A row without a key gives 0 and EMPTY.
+    mask [..., 1, C, U] is bool, or None if C = 1 and every row sees every key; beta, alpha, sink_logit broadcast over [..., R, C, 1]. A row without a key gives 0 and EMPTY.
     Masks are sums and products and the argument of exp has a floor, because selections, and exponentials that underflow,
     cost a CPU ten times as much.
     """
-    C = mask.shape[-2]
-    there = mask.to(q.dtype)
-    scores = op.scores(q @ k.mT).unflatten(-2, (-1, C)) + (there - 1) * -EMPTY  # [..., R, C, U]
+    scores = op.scores(q @ k.mT).unflatten(-2, (-1, 1 if mask is None else mask.shape[-2]))  # [..., R, C, U]
+    if mask is not None:
+        there = mask.to(q.dtype)
+        scores = scores + (there - 1) * -EMPTY
     top = scores.amax(-1, keepdim=True)
     if sink_logit is not None:
         top = torch.maximum(top, sink_logit)
     shift = top.detach().clamp(min=EMPTY / 10)
-    weights = F.threshold(scores - shift, NEGLIGIBLE, NEGLIGIBLE).exp() * there
+    weights = F.threshold(scores - shift, NEGLIGIBLE, NEGLIGIBLE).exp()
+    if mask is not None:
+        weights = weights * there
     mass = weights.sum(-1, keepdim=True)
     if sink_logit is not None:
         mass = mass + (sink_logit - shift).exp()
-    out = weights.flatten(-3, -2) @ v / torch.where(mass > 0, mass, 1).flatten(-3, -2)
-    log_mass = torch.where(mass > 0, beta + (alpha - 1) * top + shift + _log(mass), EMPTY)
+    empty = None if mask is None else mass == 0
+    mass = mass if empty is None else mass.masked_fill(empty, 1)
+    out = weights.flatten(-3, -2) @ v / mass.flatten(-3, -2)
+    log_mass = beta + (alpha - 1) * top + shift + mass.log()
+    log_mass = log_mass if empty is None else log_mass.masked_fill(empty, EMPTY)
     return out, log_mass.flatten(-3, -2)
 
 
@@ -260,30 +266,35 @@ def fold(op, state, k, v, weight=None):
     return S + features.mT @ values, z + features.sum(2), shift
 
 
-def hybrid_step(op, q, k, v, state):
-    """One valid token per row. q [B, H, 1, D]; k [B, G, 1, D]; v [B, G, 1, Dv]. Returns (o [B, H, 1, Dv], state)."""
+def hybrid_step(op, q, k, v, state, *, settled=False):
+    """One valid token per row. q [B, H, 1, D]; k [B, G, 1, D]; v [B, G, 1, Dv]. Returns (o [B, H, 1, Dv], state).
+
+    settled says that every row has seen W + N tokens, so that sinks and window are full and nothing needs a mask.
+    """
     G, wide, N, P = k.shape[1], compute_dtype(q), op.sinks, op.past
     sink_k, sink_v, seen = state.sink_k, state.sink_v, state.seen
     keys, values = torch.cat([state.window_k, k], 2), torch.cat([state.window_v, v], 2)
     leaving_k, leaving_v = keys[:, :, :1], values[:, :, :1]  # the token that leaves the window now
     place = seen - P  # [B], its position
-    if N:
+    if N and not settled:
         arrives = (torch.arange(N, device=q.device) == seen[:, None])[:, None, :, None]
         sink_k, sink_v = torch.where(arrives, k, sink_k), torch.where(arrives, v, sink_v)
-    S, z, shift = fold(op, state, leaving_k, leaving_v, (place >= N)[:, None]) if op.linear else state[:3]
+    leaves = None if settled else (place >= N)[:, None]
+    S, z, shift = fold(op, state, leaving_k, leaving_v, leaves) if op.linear else state[:3]
     read = (state.S, state.z, state.shift) if op.window else (S, z, shift)  # without a window a token reads itself
 
     exact = None
     if N or op.window:
-        all_k, all_v, mask = [sink_k], [sink_v], [torch.arange(N, device=q.device) <= seen[:, None]]
-        if op.window:
-            at = torch.arange(P + 1, device=q.device) + place[:, None]
-            all_k, all_v, mask = [sink_k, keys], [sink_v, values], [*mask, at >= N]
+        all_k, all_v = ([sink_k, keys], [sink_v, values]) if op.window else ([sink_k], [sink_v])
         per_head = (None if p is None else p.to(wide).view(G, -1, 1, 1) for p in op.per_head)
         exact = exact_part(
-            op, group(q.squeeze(2), G).to(wide), torch.cat(all_k, 2).to(wide), torch.cat(all_v, 2).to(wide),
-            torch.cat(mask, 1)[:, None, None, None], *per_head,
-        )  # fmt: skip
+            op,
+            group(q.squeeze(2), G).to(wide),
+            torch.cat(all_k, 2).to(wide),
+            torch.cat(all_v, 2).to(wide),
+            None if settled else _step_mask(op, seen),
+            *per_head,
+        )
         exact = tuple(x.flatten(1, 2) for x in exact)  # [B, H, Dv], [B, H, 1]
     linear = None
     if op.linear:
@@ -297,6 +308,13 @@ def hybrid_step(op, q, k, v, state):
         linear = tuple(x.flatten(1, 2) for x in linear)
     out = join(op, exact, linear).unsqueeze(2).to(v.dtype)
     return out, State(S, z, shift, sink_k, sink_v, keys[:, :, 1:], values[:, :, 1:], seen + 1)
+
+
+def _step_mask(op, seen):
+    """Which of the sinks, and of the window's W keys if there is a window, the next token sees: [B, 1, 1, 1, N + W]."""
+    sinks = torch.arange(op.sinks, device=seen.device) <= seen[:, None]
+    window = torch.arange(op.window, device=seen.device) + (seen - op.past)[:, None] >= op.sinks
+    return torch.cat([sinks, window], 1)[:, None, None, None]
 
 
 def hybrid_recurrent(op, q, k, v, state):
