@@ -1,7 +1,7 @@
 """Turns a pretrained softmax Transformer into one with a constant-size memory.
 
-Importing this package enters the model types `linearized_<family>` in the Auto classes of transformers, so that linearized
-checkpoints load without a trust flag.
+Importing this package enters the model types `linearized_<family>` in the Auto classes of
+transformers, so that linearized checkpoints load without a trust flag.
 """
 
 import importlib
@@ -21,7 +21,7 @@ _LAZY = {  # loaded on first use: they need peft, datasets or pydantic
     "run": "linearize.stages",
     "transfer_attention": "linearize.transfer",
 }
-__all__ = ["FEATURE_MAPS", "branches", "convert", "teacher", *_LAZY]  # noqa: PLE0604
+__all__ = ["FEATURE_MAPS", "branches", "convert", "teacher", *_LAZY]
 
 _register()
 

@@ -1,19 +1,25 @@
-"""A softmax model becomes a linearized one: the same weights, plus the new parameters of each converted layer."""
+"""A softmax model becomes a linearized one: the same weights, plus the new parameters of each
+converted layer.
+"""
 
 import warnings
 
 import torch
 from transformers import AttentionInterface
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from linearize.modeling.attention import LinearizedHeads
 from linearize.modeling.configuration_linearized import LinearizeConfig
-from linearize.modeling.modeling_linearized import FAMILIES, attention_modules, family_classes
+from linearize.modeling.modeling_linearized import FAMILIES, family_classes
 
+_NO_INTERFACE = "does not use the attention interface of transformers"
 REFUSED = {
-    "bloom": "its attention adds position biases (ALiBi) and does not use the attention interface of transformers",
-    "falcon": "its attention does not use the attention interface of transformers",
-    "mpt": "its attention adds position biases (ALiBi) and does not use the attention interface of transformers",
+    "bloom": f"its attention adds position biases (ALiBi) and {_NO_INTERFACE}",
+    "falcon": f"its attention {_NO_INTERFACE}",
+    "mpt": f"its attention adds position biases (ALiBi) and {_NO_INTERFACE}",
 }
 _NOT_CONFIG = ("model_type", "architectures", "transformers_version", "auto_map")
 
@@ -26,7 +32,9 @@ def check_family(config):
     """
     kind = config.model_type
     if kind.startswith("linearized_"):
-        raise ValueError(f"model_type {kind!r} is converted already; convert the softmax model it came from")
+        raise ValueError(
+            f"model_type {kind!r} is converted already; convert the softmax model it came from"
+        )
     if kind in FAMILIES:
         return
     supported = f"Supported: {', '.join(FAMILIES)}."
@@ -36,11 +44,13 @@ def check_family(config):
         reason = "it is an encoder-decoder; only decoder-only language models are converted"
     elif config.get_text_config(decoder=True) is not config:
         inner = config.get_text_config(decoder=True).model_type
-        reason = f"it wraps a text model in a multimodal one; load the text model ({inner}) and convert that"
+        reason = (
+            f"it wraps a text model ({inner}) in a multimodal one; load and convert the text model"
+        )
     elif kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         reason = "transformers has no causal language model of this type"
     elif not getattr(config, "is_decoder", True):
-        reason = "it is an encoder (is_decoder is false); only decoder-only language models are converted"
+        reason = "it is an encoder (is_decoder is false); only decoder-only models are converted"
     else:
         reason = "it has not passed the tests of a supported family"
     raise ValueError(f"model_type {kind!r} cannot be converted: {reason}. {supported}")
@@ -50,14 +60,28 @@ def probe_geometry(model):
     """What reaches the attention function in each layer, seen in one forward of 4 tokens.
 
     Returns:
-        {layer: {num_heads, num_key_value_heads, qk_dim, v_dim, scaling, sliding}}; sliding is true where the layer hides old keys
-        itself. Config attributes are wrong for some families, such as those with latent attention.
+        {layer: {num_heads, num_key_value_heads, qk_dim, v_dim, scaling, sliding}}; sliding is true
+        where the layer hides old keys itself. Config attributes are wrong for some families, such
+        as those with latent attention.
     """
     seen, config = {}, model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)
 
-    def probe(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None, **kwargs):
-        hides = kinds is not None and kinds[module.layer_idx] in ("sliding_attention", "chunked_attention")
+    def probe(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        scaling=None,
+        dropout=0.0,
+        sliding_window=None,
+        **kwargs,
+    ):
+        hides = kinds is not None and kinds[module.layer_idx] in (
+            "sliding_attention",
+            "chunked_attention",
+        )
         seen[module.layer_idx] = {
             "num_heads": query.shape[1],
             "num_key_value_heads": key.shape[1],
@@ -66,7 +90,9 @@ def probe_geometry(model):
             "scaling": query.shape[-1] ** -0.5 if scaling is None else float(scaling),
             "sliding": hides or bool(sliding_window),
         }
-        return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+        return value.new_zeros(
+            query.shape[0], query.shape[2], query.shape[1], value.shape[-1]
+        ), None
 
     name = "linearize_probe"
     AttentionInterface.register(name, probe)
@@ -79,7 +105,10 @@ def probe_geometry(model):
         config._attn_implementation_internal = implementation
         AttentionInterface._global_mapping.pop(name)
     if not seen:
-        raise ValueError(f"model_type {config.model_type!r} cannot be converted: no layer uses the attention interface")
+        raise ValueError(
+            f"model_type {config.model_type!r} cannot be converted: no layer uses the attention "
+            "interface"
+        )
     return seen
 
 
@@ -87,34 +116,43 @@ def resolve_layers(layers, geometry):
     """The layer indices that `layers` means.
 
     Args:
-        layers: "all": every layer that sees the whole past; "every:n": every n-th of those; or a list of indices.
+        layers: "all": every layer that sees the whole past; "every:n": every n-th of those; or a
+            list of indices.
         geometry: from `probe_geometry`.
 
     Raises:
-        ValueError: a layer that the model does not have, an empty selection, or a form that is not known.
+        ValueError: a layer that the model does not have, an empty selection, or a form that is not
+        known.
     """
     full = [i for i in sorted(geometry) if not geometry[i]["sliding"]]
     if isinstance(layers, str):
         every = layers.removeprefix("every:")
         if layers != "all" and not (every != layers and every.isdigit() and int(every) > 0):
-            raise ValueError(f'convert.layers: {layers!r} is not known; give "all", "every:2" or a list of layer indices')
+            raise ValueError(
+                f'convert.layers: {layers!r} is not known; give "all", "every:2" or a list of '
+                "layer indices"
+            )
         chosen = full if layers == "all" else full[:: int(every)]
         if not chosen:
             raise ValueError(
-                f"convert.layers: {layers!r} selects nothing, because every layer of this model has a sliding window of its own; "
+                f"convert.layers: {layers!r} selects nothing, because every layer of this model "
+                "has a sliding window of its own; "
                 "give a list of layer indices to convert them all the same"
             )
         return chosen
     for layer in layers:
         if layer not in geometry:
             last = max(geometry)
-            raise ValueError(f"convert.layers: {layer} is not a layer of this model with attention (0-{last})")
+            raise ValueError(
+                f"convert.layers: {layer} is not a layer of this model with attention (0-{last})"
+            )
     if not layers:
         raise ValueError('convert.layers: the list is empty; give "all" or at least one layer')
     sliding = sorted(i for i in set(layers) if geometry[i]["sliding"])
     if sliding:
         warnings.warn(
-            f"convert.layers: layers {sliding} have a sliding window of their own; linearized, they will see the whole past",
+            f"convert.layers: layers {sliding} have a sliding window of their own; linearized, "
+            "they will see the whole past",
             stacklevel=3,
         )
     return sorted(set(layers))
@@ -134,8 +172,8 @@ def convert(
 ):
     """The linearized form of a softmax causal LM.
 
-    The new model takes over the weights without a copy: give up the old one. With the start values it is a model to be trained:
-    see `transfer_attention`.
+    The new model takes over the weights without a copy: give up the old one. With the start values
+    it is a model to be trained: see `transfer_attention`.
 
     Args:
         model: a stock transformers causal LM of a supported family.
@@ -144,8 +182,10 @@ def convert(
         sinks: number of first tokens that stay exact for ever.
         feature_map: a name in FEATURE_MAPS.
         feature_dim: size of the map's projection; None for the map's default.
-        mixing: how exact and linear weights are brought to one scale: "calibrated", "lolcats" or "kernel".
-        k_map: "kv_head" shares the map of k, and the state, among the query heads of a group; "q_head" does not.
+        mixing: how exact and linear weights are brought to one scale: "calibrated", "lolcats" or
+            "kernel".
+        k_map: "kv_head" shares the map of k, and the state, among the query heads of a group;
+            "q_head" does not.
         seed: of random start values.
 
     Raises:
@@ -155,11 +195,15 @@ def convert(
     expected = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
     if not isinstance(model, expected):
         raise ValueError(
-            f"{type(model).__name__} cannot be converted, but {expected.__name__} can; load it with AutoModelForCausalLM, "
+            f"{type(model).__name__} cannot be converted, but {expected.__name__} can; load it "
+            "with AutoModelForCausalLM, "
             "and merge adapters before (merge_and_unload)"
         )
     if len({p.device for p in model.parameters()}) > 1:
-        raise ValueError("the model is spread over several devices, or offloaded; load it onto one device and convert it there")
+        raise ValueError(
+            "the model is spread over several devices, or offloaded; load it onto one device and "
+            "convert it there"
+        )
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError(
             "the model is quantized, and its weights cannot be taken over; load it dequantized "
@@ -182,13 +226,16 @@ def convert(
     )
     if mixing == "kernel" and feature_map == "hedgehog":
         warnings.warn(
-            "convert.mixing: 'kernel' reads phi_q.phi_k as an estimate of exp(score), but the features of 'hedgehog' are "
-            "normalised, so their size says nothing; use feature_map 'hedgehog_exp' or mixing 'calibrated'",
+            "convert.mixing: 'kernel' reads phi_q.phi_k as an estimate of exp(score), but the "
+            "features of 'hedgehog' are "
+            "normalised, so their size says nothing; use feature_map 'hedgehog_exp' or mixing "
+            "'calibrated'",
             stacklevel=2,
         )
     if getattr(model.config, "attention_dropout", 0.0):
         warnings.warn(
-            f"attention_dropout is {model.config.attention_dropout} in the base model; linearized layers do not drop weights",
+            f"attention_dropout is {model.config.attention_dropout} in the base model; linearized "
+            "layers do not drop weights",
             stacklevel=2,
         )
     settings = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_CONFIG}
@@ -200,12 +247,17 @@ def convert(
     _take_over(converted, model)
     found = len([m for m in converted.modules() if isinstance(m, LinearizedHeads)])
     if found != len(chosen):
-        raise ValueError(f"{len(chosen)} layers were asked for and {found} converted; please report this model's config")
+        raise ValueError(
+            f"{len(chosen)} layers were asked for and {found} converted; please report this "
+            "model's config"
+        )
     return converted.train(model.training)
 
 
 def _take_over(converted, model):
-    """Moves every tensor of `model` into `converted`, which is on meta, and starts the new parameters."""
+    """Moves every tensor of `model` into `converted`, which is on meta, and starts the new
+    parameters.
+    """
     state = model.state_dict()
     missing, unexpected = converted.load_state_dict(state, strict=False, assign=True)
     tied = converted.all_tied_weights_keys

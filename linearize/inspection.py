@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from linearize.conversion import check_family, probe_geometry, resolve_layers
 from linearize.loading import DTYPES, load_config
 from linearize.modeling.attention import LinearizedHeads
-from linearize.modeling.configuration_linearized import LinearizeConfig
 from linearize.modeling.chunked import CHUNK
+from linearize.modeling.configuration_linearized import LinearizeConfig
 from linearize.modeling.ops import empty_state
 
 LENGTHS = (1024, 4096, 16384, 65536, 131072)

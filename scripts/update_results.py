@@ -1,11 +1,12 @@
 """Writes the tables of docs/results.md and README.md from the results of finished runs.
 
-    python scripts/update_results.py quickstart runs/quickstart
-    python scripts/update_results.py smollm2 runs/smollm2-135m-hedgehog-w64
-    linearize evaluate runs/smollm2-135m-hedgehog-w64/model --efficiency --json > runs/efficiency.json
-    python scripts/update_results.py efficiency runs/efficiency.json
+    python scripts/update_results.py quickstart runs/quickstart python scripts/update_results.py
+    smollm2 runs/smollm2-135m-hedgehog-w64 linearize evaluate runs/smollm2-135m-hedgehog-w64/model
+    --efficiency --json > runs/efficiency.json python scripts/update_results.py efficiency
+    runs/efficiency.json
 
-A table stands between two marks, `<!-- NAME: begin -->` and `<!-- NAME: end -->`; everything between them is replaced.
+A table stands between two marks, `<!-- NAME: begin -->` and `<!-- NAME: end -->`; everything
+between them is replaced.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+MODELS = ("converted", "teacher")
 STAGES = {
     "ablation_after_transfer": "After stage 1 (attention transfer)",
     "ablation": "Result",
@@ -22,9 +24,13 @@ STAGES = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("section", choices=["quickstart", "smollm2", "efficiency"])
-    parser.add_argument("source", type=Path, help="a run directory, or the JSON of an efficiency measurement")
+    parser.add_argument(
+        "source", type=Path, help="a run directory, or the JSON of an efficiency measurement"
+    )
     options = parser.parse_args()
     if options.section == "efficiency":
         text = efficiency_section(json.loads(options.source.read_text())["efficiency"])
@@ -40,9 +46,13 @@ def replace(path, name, text):
     """Puts `text` between the marks of `name`."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     old = path.read_text()
-    new, count = re.subn(f"{begin}.*?{end}", lambda _: f"{begin}\n{text.strip()}\n{end}", old, flags=re.DOTALL)
+    new, count = re.subn(
+        f"{begin}.*?{end}", lambda _: f"{begin}\n{text.strip()}\n{end}", old, flags=re.DOTALL
+    )
     if count != 1:
-        raise SystemExit(f"{path}: expected the marks {begin} ... {end} once, found them {count} times")
+        raise SystemExit(
+            f"{path}: expected the marks {begin} ... {end} once, found them {count} times"
+        )
     path.write_text(new)
 
 
@@ -53,7 +63,10 @@ def run_section(results):
         if key in results:
             parts += [f"**{title}**" + closed(results, key), ablation_table(results[key])]
     if "ablation" in results:
-        parts += ["**By position in the window of text** (perplexity of the result)", bucket_table(results["ablation"])]
+        parts += [
+            "**By position in the window of text** (perplexity of the result)",
+            bucket_table(results["ablation"]),
+        ]
     parts.append(cost_table(results))
     parts += [sample_text(sample) for sample in results["samples"]]
     return "\n\n".join(parts)
@@ -63,10 +76,11 @@ def readme_section(results):
     """The table of the README: perplexity, divergence and agreement of the result."""
     return "\n\n".join(
         [
-            "SmolLM2-135M-Instruct, every layer converted, W = 64, 4 sinks; WikiText-2 raw test at length 1024"
-            + closed(results, "ablation"),
+            "SmolLM2-135M-Instruct, every layer converted, W = 64, 4 sinks; WikiText-2 raw test at "
+            "length 1024" + closed(results, "ablation"),
             ablation_table(results["ablation"]),
-            provenance(results) + " More, and how to reproduce it: [docs/results.md](docs/results.md).",
+            provenance(results)
+            + " More, and how to reproduce it: [docs/results.md](docs/results.md).",
         ]
     )
 
@@ -79,16 +93,22 @@ def closed(results, key):
 def provenance(results):
     versions = results["versions"]
     return (
-        f"{date.today().isoformat()}, {results['hardware']}, torch {versions['torch']}, transformers "
-        f"{versions['transformers']}, commit `{results['commit'][:12]}`. The resolved recipe lies beside the results."
+        f"{date.today().isoformat()}, {results['hardware']}, torch {versions['torch']}, "
+        "transformers "
+        f"{versions['transformers']}, commit `{results['commit'][:12]}`. The resolved recipe lies "
+        "beside the results."
     )
 
 
 def ablation_table(rows):
-    lines = ["| row | perplexity | KL to teacher (nats) | top-1 agreement |", "|---|---:|---:|---:|"]
+    lines = [
+        "| row | perplexity | KL to teacher (nats) | top-1 agreement |",
+        "|---|---:|---:|---:|",
+    ]
     for name, row in rows.items():
         lines.append(
-            f"| `{name}` | {plus_minus(row, 'perplexity', 2)} | {plus_minus(row, 'kl_to_teacher', 4)} | "
+            f"| `{name}` | {plus_minus(row, 'perplexity', 2)} | "
+            f"{plus_minus(row, 'kl_to_teacher', 4)} | "
             f"{row['top1_agreement']:.1%} |"
         )
     return "\n".join(lines)
@@ -105,7 +125,10 @@ def bucket_table(rows):
     names = [f"{b['from']}-{b['to']}" for b in rows["teacher"]["buckets"]]
     lines = ["| row | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
     for name, row in rows.items():
-        cells = [f"{b['perplexity']:.2f}" if not isinstance(b["perplexity"], str) else b["perplexity"] for b in row["buckets"]]
+        cells = [
+            f"{b['perplexity']:.2f}" if not isinstance(b["perplexity"], str) else b["perplexity"]
+            for b in row["buckets"]
+        ]
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -113,50 +136,66 @@ def bucket_table(rows):
 def cost_table(results):
     lines = ["| step | tokens | minutes |", "|---|---:|---:|"]
     for step, seconds in results["seconds_by_step"].items():
-        tokens = results[step]["tokens"] if isinstance(results.get(step), dict) and "tokens" in results[step] else None
-        lines.append(f"| {step.replace('_', ' ')} | {'' if tokens is None else f'{tokens:,}'} | {seconds / 60:.1f} |")
+        tokens = (
+            results[step]["tokens"]
+            if isinstance(results.get(step), dict) and "tokens" in results[step]
+            else None
+        )
+        lines.append(
+            f"| {step.replace('_', ' ')} | {'' if tokens is None else f'{tokens:,}'} | "
+            f"{seconds / 60:.1f} |"
+        )
     return "\n".join(lines)
 
 
 def sample_text(sample):
     quote = "\n".join(f"> {line}" for line in sample["converted"].splitlines())
-    return f"Greedy text of the result, prompt \"{sample['prompt']}\":\n\n{quote}"
+    return f'Greedy text of the result, prompt "{sample["prompt"]}":\n\n{quote}'
 
 
 def efficiency_section(measured):
     """Decode and prefill against the teacher."""
+    step = measured["transfer_step"]
+    how = (
+        f"{date.today().isoformat()}, {measured['dtype']}, {measured['threads']} threads, batch 1; "
+        "the fastest of several rounds, both models in turn in one process: read the ratios."
+    )
+    growth = (
+        "A step at the longest context takes "
+        f"{measured['decode_growth']:.2f} times as long as one at the shortest."
+    )
+    transfer = (
+        f"One step of attention transfer at {step['tokens']:,} tokens takes {step['ratio']:.2f} "
+        f"times as long as the teacher's forward pass ({step['step_s']:.2f} s against "
+        f"{step['teacher_s']:.2f} s)."
+    )
+    decode, prefill = decode_table(measured["decode"]), prefill_table(measured["prefill"])
+    return "\n\n".join([how, decode, growth, prefill, transfer])
+
+
+def decode_table(rows):
     lines = [
-        f"{date.today().isoformat()}, {measured['dtype']}, {measured['threads']} threads, batch 1; the fastest of several rounds, "
-        "both models in turn in one process: read the ratios.",
-        "",
-        "| tokens in the cache | decode step, converted | softmax, default cache | softmax / converted | cache, converted | "
-        "cache, softmax |",
+        "| tokens in the cache | decode step | softmax, default cache | ratio | cache | softmax |",
         "|---:|---:|---:|---:|---:|---:|",
     ]
-    for row in measured["decode"]:
-        lines.append(
-            f"| {row['context']:,} | {row['converted_s'] * 1e3:.1f} ms | {row['teacher_s'] * 1e3:.1f} ms | {row['speedup']:.2f} | "
-            f"{row['converted_cache_bytes'] / 2**20:.1f} MiB | {row['teacher_cache_bytes'] / 2**20:.1f} MiB |"
-        )
-    lines += [
-        "",
-        f"A step at the longest context takes {measured['decode_growth']:.2f} times as long as one at the shortest.",
-        "",
-        "| prompt | prefill, converted | softmax | softmax / converted | memory, converted | memory, softmax |",
+    for row in rows:
+        cells = [f"{row['context']:,}", *(f"{row[f'{m}_s'] * 1e3:.1f} ms" for m in MODELS)]
+        cells += [f"{row['speedup']:.2f}"]
+        cells += [f"{row[f'{m}_cache_bytes'] / 2**20:.1f} MiB" for m in MODELS]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def prefill_table(rows):
+    lines = [
+        "| prompt | prefill | softmax | ratio | memory | softmax |",
         "|---:|---:|---:|---:|---:|---:|",
     ]
-    for row in measured["prefill"]:
-        lines.append(
-            f"| {row['tokens']:,} | {row['converted_s']:.2f} s | {row['teacher_s']:.2f} s | {row['speedup']:.2f} | "
-            f"{row['converted_peak_bytes'] / 2**20:.0f} MiB | {row['teacher_peak_bytes'] / 2**20:.0f} MiB |"
-        )
-    if "transfer_step" in measured:
-        step = measured["transfer_step"]
-        lines += [
-            "",
-            f"One step of attention transfer at {step['tokens']:,} tokens takes {step['ratio']:.2f} times as long as the teacher's "
-            f"forward pass over them ({step['step_s']:.2f} s against {step['teacher_s']:.2f} s).",
-        ]
+    for row in rows:
+        cells = [f"{row['tokens']:,}", *(f"{row[f'{m}_s']:.2f} s" for m in MODELS)]
+        cells += [f"{row['speedup']:.2f}"]
+        cells += [f"{row[f'{m}_peak_bytes'] / 2**20:.0f} MiB" for m in MODELS]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

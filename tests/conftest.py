@@ -25,14 +25,22 @@ def tiny_llama(seed=0, **settings):
     """A random Llama: 2 layers, 4 heads, 2 key/value heads of size 8, vocabulary 64."""
     torch.manual_seed(seed)
     config = dict(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+    )
     return LlamaForCausalLM(LlamaConfig(**{**config, **settings})).eval()
 
 
 def randomize(model, std=0.5, seed=0):
-    """Random values for the new parameters: at their start values the linear branch could hide faults."""
+    """Random values for the new parameters: at their start values the linear branch could hide
+    faults.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -52,7 +60,9 @@ def random_ids(batch, length, seed=0, vocab=64):
 
 
 def tiny_model(family, seed=0, scale=6.0, **settings):
-    """A random model of a family; `scale` enlarges the weight matrices, so that attention is far from uniform."""
+    """A random model of a family; `scale` enlarges the weight matrices, so that attention is far
+    from uniform.
+    """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**settings)).eval()
     with torch.no_grad():

@@ -11,10 +11,10 @@ A6  length counter, bytes of the cache   modeling/test_cache.py
 A7  saved model does not come back       modeling/test_modeling_linearized.py
 A8  loading overwrites or leaves tensors here
 A9  tied embeddings                      here, test_conversion.py
-A10 packed documents see each other      here, test_data.py, test_finetuning.py, modeling/test_generation.py
+A10 packed documents see each other      test_data.py, test_finetuning.py, test_generation.py
 A11 transfer without the teacher         test_transfer.py, modeling/test_attention.py
-A12 accumulation changes the objective   here, test_training.py, test_transfer.py, test_finetuning.py
-A13 a resume that is none                here, test_training.py, test_transfer.py, test_finetuning.py
+A12 accumulation changes the objective   here, test_{training,transfer,finetuning}.py
+A13 a resume that is none                here, test_{training,transfer,finetuning}.py
 A14 tokens misaligned or scored twice    evaluation/test_perplexity.py, evaluation/test_windows.py
 A15 head size, biases, q/k norm          here, modeling/test_families.py
 """

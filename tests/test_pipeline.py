@@ -1,4 +1,6 @@
-"""The main job on a real model: download, convert, train a little, score, save, load in a fresh process, generate."""
+"""The main job on a real model: download, convert, train a little, score, save, load in a fresh
+process, generate.
+"""
 
 import importlib.util
 import json
@@ -20,7 +22,9 @@ SCORING = {"length": 256, "max_tokens": 4096}
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
-    spec = importlib.util.spec_from_file_location("get_smollm2", ROOT / "scripts" / "get_smollm2.py")
+    spec = importlib.util.spec_from_file_location(
+        "get_smollm2", ROOT / "scripts" / "get_smollm2.py"
+    )
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     return script.build(tmp_path_factory.mktemp("smollm2") / "model")
@@ -49,7 +53,10 @@ def finished(smollm2, corpus, tmp_path_factory):
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     results = linearize.run(
-        linearize.load_recipe(folder / "recipe.yaml"), output_dir=folder / "run", device="cpu", progress=False
+        linearize.load_recipe(folder / "recipe.yaml"),
+        output_dir=folder / "run",
+        device="cpu",
+        progress=False,
     )
     return folder / "run", results
 
@@ -58,7 +65,9 @@ def test_a_short_transfer_makes_the_converted_model_far_better(finished, smollm2
     _folder, results = finished
     base = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    untrained = perplexity(linearize.convert(base), tokenizer, corpus[1].read_text(), **SCORING)["perplexity"]
+    untrained = perplexity(linearize.convert(base), tokenizer, corpus[1].read_text(), **SCORING)[
+        "perplexity"
+    ]
     rows = results["ablation"]
     assert rows["converted"]["perplexity"] < untrained / 3
     assert rows["teacher"]["perplexity"] < rows["converted"]["perplexity"]
@@ -75,7 +84,15 @@ def test_the_control_answers_like_the_teacher(finished):
 
 def test_a_fresh_process_scores_the_saved_model_the_same(finished, corpus):
     folder, results = finished
-    command = [sys.executable, "-m", "linearize", "evaluate", str(folder / "model"), "--text", str(corpus[1])]
+    command = [
+        sys.executable,
+        "-m",
+        "linearize",
+        "evaluate",
+        str(folder / "model"),
+        "--text",
+        str(corpus[1]),
+    ]
     command += ["--length", "256", "--max-tokens", "4096", "--json", "--no-progress"]
     printed = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     again, before = printed["ablation"]["converted"], results["ablation"]["converted"]
@@ -84,7 +101,15 @@ def test_a_fresh_process_scores_the_saved_model_the_same(finished, corpus):
 
 def test_a_fresh_process_generates(finished):
     folder, _results = finished
-    command = [sys.executable, "-m", "linearize", "generate", str(folder / "model"), "The capital of France is", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "linearize",
+        "generate",
+        str(folder / "model"),
+        "The capital of France is",
+        "--json",
+    ]
     command += ["--max-new-tokens", "8"]
     printed = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert "Paris" in printed["text"]

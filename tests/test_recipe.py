@@ -37,7 +37,7 @@ def write(tmp_path):
 
 
 def failure(path, overrides=()):
-    with pytest.raises(ValueError, match="[:=]") as caught:
+    with pytest.raises(ValueError, match=r"[:=]") as caught:
         load_recipe(path, overrides)
     return str(caught.value)
 

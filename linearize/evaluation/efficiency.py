@@ -1,13 +1,15 @@
 """Time and memory of a converted model against its softmax teacher, side by side in one run.
 
-Teacher and student are one object, measured in turn in the same process, round by round, and the fastest round counts: on a
-shared computer the ratios mean something where the seconds do not. Random tokens; the time does not depend on them.
+Teacher and student are one object, measured in turn in the same process, round by round, and the
+fastest round counts: on a shared computer the ratios mean something where the seconds do not.
+Random tokens; the time does not depend on them.
 """
 
 import gc
 import threading
 import time
 from contextlib import nullcontext
+from functools import partial
 
 import psutil
 import torch
@@ -37,14 +39,16 @@ def efficiency(
         contexts: tokens in the cache when a decode step is timed.
         prefills: prompt lengths, each read in one call without a cache.
         transfer_tokens: tokens of a step of attention transfer, on 64 queries.
-        decode_tokens: steps per round; the mean of a round is one measurement, and the fastest round counts.
+        decode_tokens: steps per round; the mean of a round is one measurement, and the fastest
+            round counts.
         rounds: how often each side is measured, in turn.
 
     Returns:
-        {"decode": [{"context", "converted_s", "teacher_s", "speedup", "converted_cache_bytes", "teacher_cache_bytes"}],
-        "prefill": [{"tokens", "converted_s", "teacher_s", "speedup", "converted_peak_bytes", "teacher_peak_bytes"}],
-        "transfer_step": {"tokens", "step_s", "teacher_s", "ratio"}: a step of stage 1, backward pass included, over the
-        teacher's forward pass; "decode_growth": seconds per token at the longest context over those at the shortest,
+        {"decode": [{"context", "converted_s", "teacher_s", "speedup", "converted_cache_bytes",
+        "teacher_cache_bytes"}], "prefill": [{"tokens", "converted_s", "teacher_s", "speedup",
+        "converted_peak_bytes", "teacher_peak_bytes"}], "transfer_step": {"tokens", "step_s",
+        "teacher_s", "ratio"}: a step of stage 1, backward pass included, over the teacher's forward
+        pass; "decode_growth": seconds per token at the longest context over those at the shortest,
         "dtype", "threads"}; peak bytes are what the process grew by.
 
     Raises:
@@ -52,13 +56,14 @@ def efficiency(
     """
     if not linearized_modules(model):
         raise ValueError(
-            "efficiency: this model has no linearized layer; convert it first, there is nothing to compare"
+            "efficiency: this model has no linearized layer; convert it first, there is nothing to "
+            "compare"
         )
     generator = torch.Generator().manual_seed(seed)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.randint(vocabulary, (1, max(*contexts, *prefills, transfer_tokens)), generator=generator).to(
-        model.device
-    )
+    ids = torch.randint(
+        vocabulary, (1, max(*contexts, *prefills, transfer_tokens)), generator=generator
+    ).to(model.device)
     model.eval()
     with torch.no_grad():
         decode = [_decode(model, ids[:, :n], decode_tokens, rounds) for n in contexts]
@@ -87,22 +92,25 @@ def _decode(model, ids, steps, rounds):
     for _ in range(rounds):
         for name, mode in _modes(model).items():
             with mode:
-                _timed(lambda: model(token, cache=caches[name], use_cache=True), model.device)
-                start = time.perf_counter()
-                for _ in range(steps):
-                    model(token, cache=caches[name], use_cache=True)
-                _synchronize(model.device)
-                seconds[name].append((time.perf_counter() - start) / steps)
+                _steps(model, token, caches[name], 1)
+                run = partial(_steps, model, token, caches[name], steps)
+                seconds[name].append(_timed(run, model.device) / steps)
     row = {"context": ids.shape[1], **{f"{name}_s": min(times) for name, times in seconds.items()}}
     row["speedup"] = row["teacher_s"] / row["converted_s"]
     return row | {f"{name}_cache_bytes": cache_bytes(cache) for name, cache in caches.items()}
 
 
+def _steps(model, token, cache, count):
+    for _ in range(count):
+        model(token, cache=cache, use_cache=True)
+
+
 def _filled_cache(model, ids, name, chunk=1024):
     """A cache that holds the tokens ids [1, T].
 
-    The converted model reads them in chunks. The teacher's keys and values are random numbers of the right shape: reading a
-    long prompt would take it minutes, and a step takes the same time whatever they are.
+    The converted model reads them in chunks. The teacher's keys and values are random numbers of
+    the right shape: reading a long prompt would take it minutes, and a step takes the same time
+    whatever they are.
     """
     cache = DynamicCache(config=model.config)
     if name == "converted":
@@ -165,7 +173,12 @@ def _transfer_step(model, ids, rounds):
             step_s.append(_timed(step, model.device))
             teacher_s.append(_timed(forward, model.device))
     best, reference = min(step_s[1:]), min(teacher_s[1:])
-    return {"tokens": ids.numel(), "step_s": best, "teacher_s": reference, "ratio": best / reference}
+    return {
+        "tokens": ids.numel(),
+        "step_s": best,
+        "teacher_s": reference,
+        "ratio": best / reference,
+    }
 
 
 def _synchronize(device):
@@ -182,7 +195,9 @@ def _timed(function, device):
 
 
 class _Peak:
-    """How much memory grew at most inside the context: of the GPU, or of the process, looked at every 2 ms."""
+    """How much memory grew at most inside the context: of the GPU, or of the process, looked at
+    every 2 ms.
+    """
 
     def __init__(self, device):
         self.device, self.bytes = device, 0

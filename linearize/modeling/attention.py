@@ -1,9 +1,12 @@
-"""The linearized attention of one layer: the module that owns the new parameters, the attention function, the mixin.
+"""The linearized attention of one layer: the module that owns the new parameters, the attention
+function, the mixin.
 
-Legend: B batch, H query heads, G key/value heads, T tokens, D head size, Dv value size, Q selected queries.
+Legend: B batch, H query heads, G key/value heads, T tokens, D head size, Dv value size, Q selected
+queries.
 
-`linearize_(module, ...)` turns a stock attention module into a linearized one by exchanging its class: the stock `forward` goes
-on doing projections, q/k norms, rotary embedding and output projection, and calls the attention function "linearized".
+`linearize_(module, ...)` turns a stock attention module into a linearized one by exchanging its
+class: the stock `forward` goes on doing projections, q/k norms, rotary embedding and output
+projection, and calls the attention function "linearized".
 """
 
 import copy
@@ -17,19 +20,24 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .cache import LinearizedLayer, claim_cache_layer, find_cache
+from .cache import check_softmax_layer, claim_cache_layer, find_cache
 from .chunked import advance, hybrid_chunked, hybrid_packed
 from .feature_maps import FEATURE_MAPS
+from .masking import documents_of, merge_padding, padding_mask, padding_of
 from .ops import Hybrid, empty_state, hybrid_quadratic, hybrid_step
 
 IMPLEMENTATION = "linearized"
-START_WEIGHT = 0.1  # of the window's best key, against linear weights of order 1 (Zhang et al. 2024)
+START_WEIGHT = (
+    0.1  # of the window's best key, against linear weights of order 1 (Zhang et al. 2024)
+)
 
 
 class LinearizedHeads(nn.Module):
-    """Every new parameter of one attention layer: state-dict prefix `...self_attn.linearized.`, always fp32.
+    """Every new parameter of one attention layer: state-dict prefix `...self_attn.linearized.`,
+    always fp32.
 
-    All that touches these parameters happens inside `forward`, where the hooks of accelerate, PEFT and FSDP act.
+    All that touches these parameters happens inside `forward`, where the hooks of accelerate, PEFT
+    and FSDP act.
     """
 
     def __init__(self, section, layer_idx, device=None):
@@ -37,15 +45,23 @@ class LinearizedHeads(nn.Module):
         shape = section.geometry[str(layer_idx)]
         if section.feature_map not in FEATURE_MAPS:
             known = ", ".join(FEATURE_MAPS)
-            raise ValueError(f"convert.feature_map: {section.feature_map!r} is not known; choose one of {known}")
+            raise ValueError(
+                f"convert.feature_map: {section.feature_map!r} is not known; choose one of {known}"
+            )
         self.window, self.sinks, self.mixing = section.window, section.sinks, section.mixing
         self.num_heads = shape["num_heads"]
-        self.state_heads = shape["num_key_value_heads"] if section.k_map == "kv_head" else self.num_heads
+        self.state_heads = (
+            shape["num_key_value_heads"] if section.k_map == "kv_head" else self.num_heads
+        )
         make = FEATURE_MAPS[section.feature_map]
         options = dict(scaling=shape["scaling"], seed=section.seed + layer_idx)
         with torch.device(device or "cpu"):
-            self.feature_map_q = make(self.num_heads, shape["qk_dim"], section.feature_dim, **options)
-            self.feature_map_k = make(self.state_heads, shape["qk_dim"], section.feature_dim, **options)
+            self.feature_map_q = make(
+                self.num_heads, shape["qk_dim"], section.feature_dim, **options
+            )
+            self.feature_map_k = make(
+                self.state_heads, shape["qk_dim"], section.feature_dim, **options
+            )
             if self.mixing == "lolcats":
                 self.gate = nn.Parameter(torch.empty(self.num_heads))
             elif self.mixing == "kernel" and section.feature_map == "favor":
@@ -64,12 +80,16 @@ class LinearizedHeads(nn.Module):
         if self.mixing == "lolcats":
             init.constant_(self.gate, math.log(START_WEIGHT / (1 - START_WEIGHT)))
         else:
-            init.constant_(self.beta, math.log(START_WEIGHT) if self.mixing == "calibrated" else 0.0)
+            init.constant_(
+                self.beta, math.log(START_WEIGHT) if self.mixing == "calibrated" else 0.0
+            )
         if self.mixing == "calibrated":
             init.zeros_(self.alpha)
 
     def operator(self, *, scaling, softcap=None, sink_logit=None, window=True, linear=True):
-        """The operator with this layer's parameters; window=False hands every key to the linear part."""
+        """The operator with this layer's parameters; window=False hands every key to the linear
+        part.
+        """
         if not (window or linear):
             raise ValueError("branches: window and linear are both off; a layer needs one of them")
         if self.mixing == "lolcats":
@@ -92,7 +112,9 @@ class LinearizedHeads(nn.Module):
             linear=linear,
         )
 
-    def forward(self, q, k, v, *, valid=None, documents=None, queries=None, cache_layer=None, **operator):
+    def forward(
+        self, q, k, v, *, valid=None, documents=None, queries=None, cache_layer=None, **operator
+    ):
         """Attention outputs of one layer.
 
         Args:
@@ -132,85 +154,16 @@ class LinearizedHeads(nn.Module):
 
         state = cache_layer.read(replay) or start()
         if q.shape[2] == 1 and valid is None:
-            out, state = hybrid_step(op, q, k, v, state, settled=cache_layer.has_seen(op.window + op.sinks))
+            out, state = hybrid_step(
+                op, q, k, v, state, settled=cache_layer.has_seen(op.window + op.sinks)
+            )
         else:
             out, state = hybrid_chunked(op, q, k, v, state, valid=valid)
         cache_layer.write(state, k, v, valid)
         return out
 
 
-# ------------------------------------------------------------------------------------------------ attention function
-def padding_of(mask, B, T, past):
-    """Which of the current tokens are real, [B, T] bool, from whatever mask reaches the layer; None if all are.
-
-    2D masks are sliced; in a 4D mask a token is real if it may attend to itself. past is the number of earlier tokens, or None.
-    """
-    if mask is None:
-        return None
-    if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4):
-        raise NotImplementedError(
-            f"attention_mask: {type(mask).__name__} is not supported by linearized layers; load the model with "
-            'attn_implementation="sdpa" or "eager"'
-        )
-    compiling = torch.compiler.is_compiling()
-    if T == 1 and past and compiling:
-        return None  # a decoded token is never padding, and the diagonal would recompile at every step
-    if mask.ndim == 2:
-        valid = mask[:, -T:].bool()
-    else:
-        width = mask.shape[-1]
-        # a static cache gives as many columns as it can hold, with this chunk at [past, past + T)
-        offset = past if past is not None and past + T <= width else width - T
-        valid = torch.diagonal(mask[:, 0], offset=offset, dim1=1, dim2=2)[:, :T]
-        valid = valid if valid.dtype == torch.bool else valid == 0
-    if not compiling and valid.device.type == "cpu" and bool(valid.all()):
-        return None
-    return valid.expand(B, T)
-
-
-def check_mask(mask, past):
-    """Refuses a 4D mask [B, 1, T, S] that hides more than padding and what is to come; past is the number of earlier tokens.
-
-    Raises:
-        NotImplementedError: such as for masks of packed documents, prefixes or trees.
-    """
-    T, width = mask.shape[2:]
-    offset = past if past + T <= width else width - T
-    allowed = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]  # [B, T, S]
-    real = torch.diagonal(allowed, offset=offset, dim1=1, dim2=2)[..., None]  # [B, T, 1]
-    causal = torch.ones(T, T, dtype=torch.bool, device=mask.device).tril() & real.mT
-    old = allowed[..., :offset]
-    expected = torch.cat([(old & real).any(1, keepdim=True).expand_as(old), causal], 2)
-    if mask.shape[1] != 1 or bool(((allowed[..., : offset + T] != expected) & real).any()):
-        raise NotImplementedError(
-            "attention_mask: a 4D mask may hide padding and later tokens only; linearized layers cannot keep single tokens apart. "
-            "For packed documents pass position_ids that restart, use_cache=False and no mask"
-        )
-
-
-def documents_of(position_ids, seq_idx, cu_seq_lens, B, T, device):
-    """Which document each token belongs to, [B, T] int, from what the caller passed; None if there is one per row.
-
-    In this order: seq_idx [B, T]; cu_seq_lens [n + 1] for one row; position_ids [B, T], which break where they do not go up
-    by one.
-    """
-    if seq_idx is not None:
-        documents = seq_idx.expand(B, T)
-    elif cu_seq_lens is not None:
-        documents = torch.bucketize(torch.arange(T, device=device), cu_seq_lens[1:].to(device), right=True)[None]
-        if B != 1:
-            raise ValueError(f"cu_seq_lens_q describes one packed row, but the batch has {B}; pass seq_idx [B, T]")
-    elif position_ids is not None and position_ids.ndim == 2 and position_ids.shape[1] == T and T > 1:
-        steps = position_ids.diff(dim=1) != 1
-        if torch.compiler.is_compiling():
-            torch._assert_async(~steps.any(), "packed documents cannot be compiled: run them without torch.compile")
-            return None
-        documents = nn.functional.pad(steps.long(), (1, 0)).cumsum(1).expand(B, T)
-    else:
-        return None
-    return documents if bool((documents != documents[:, :1]).any()) else None
-
-
+# ------------------------------------------------------------------------------- attention function
 def stock_class(module):
     """The class of a linearized attention module before it was one."""
     return next(c for c in type(module).__mro__ if not getattr(c, "is_linearized_attention", False))
@@ -228,11 +181,6 @@ def linearized_attention(module, *args, **kwargs):
     return module.attend(*args, **kwargs)
 
 
-def padding_mask(batch_size, q_length, kv_length, attention_mask=None, **kwargs):
-    """Mask function for models whose every layer is linearized: the 2D padding mask itself."""
-    return attention_mask
-
-
 AttentionInterface.register(IMPLEMENTATION, linearized_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, padding_mask)
 
@@ -240,8 +188,8 @@ AttentionMaskInterface.register(IMPLEMENTATION, padding_mask)
 class LinearizedAttentionMixin:
     """Stands in front of a stock attention class; see `linearize_`.
 
-    linearize_mode: "linear" the converted layer; "softmax" the original one, from the same weights; "transfer" the original
-    one, and linearize_observer is told what went in and came out.
+    linearize_mode: "linear" the converted layer; "softmax" the original one, from the same weights;
+    "transfer" the original one, and linearize_observer is told what went in and came out.
     """
 
     is_linearized_attention = True
@@ -253,16 +201,14 @@ class LinearizedAttentionMixin:
         cache = find_cache(kwargs)
         if cache is not None and self.linearize_mode == "linear":
             kwargs["linearize_cache_layer"] = claim_cache_layer(cache, self.layer_idx)
-        elif cache is not None and len(cache.layers) > self.layer_idx:
-            if isinstance(cache.layers[self.layer_idx], LinearizedLayer):
-                raise ValueError(
-                    f"layer {self.layer_idx} of this cache holds a linear state; softmax attention cannot go on from it. "
-                    "Start from an empty cache."
-                )
+        elif cache is not None:
+            check_softmax_layer(cache, self.layer_idx)
         return super().forward(*args, **kwargs)
 
     def __reduce__(self):
-        """Pickled and copied by way of the stock class: the class of this module may not exist yet where it is read."""
+        """Pickled and copied by way of the stock class: the class of this module may not exist yet
+        where it is read.
+        """
         return _restore, (stock_class(self),), self.__dict__
 
     def attend(
@@ -283,7 +229,9 @@ class LinearizedAttentionMixin:
         teacher = {"scaling": scaling, "position_ids": position_ids, **kwargs}
         teacher.update({n: x for n, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None})
         if self.linearize_mode == "softmax":
-            return softmax_attention(self)(self, query, key, value, attention_mask, dropout=dropout, **teacher)
+            return softmax_attention(self)(
+                self, query, key, value, attention_mask, dropout=dropout, **teacher
+            )
         scaling = D**-0.5 if scaling is None else scaling
         layer = linearize_cache_layer
         valid = padding_of(attention_mask, B, T, None if layer is None else layer.cumulative_length)
@@ -292,39 +240,51 @@ class LinearizedAttentionMixin:
         if layer is None:
             documents = documents_of(position_ids, seq_idx, cu_seq_lens, B, T, query.device)
             if valid is not None and documents is not None and seq_idx is None:
-                documents = _merge_padding(documents, valid)
+                documents = merge_padding(documents, valid)
         elif seq_idx is not None or cu_seq_lens is not None:
-            raise ValueError("seq_idx, cu_seq_lens: a cache cannot hold packed documents; pass use_cache=False")
+            raise ValueError(
+                "seq_idx, cu_seq_lens: a cache cannot hold packed documents; pass use_cache=False"
+            )
         inputs = dict(scaling=scaling, softcap=softcap, valid=valid, documents=documents)
         if self.linearize_mode == "transfer":
             with torch.no_grad():
-                out, _ = softmax_attention(self)(self, query, key, value, attention_mask, dropout=0.0, **teacher)
+                out, _ = softmax_attention(self)(
+                    self, query, key, value, attention_mask, dropout=0.0, **teacher
+                )
             self.linearize_observer(
-                self, query, key, value, out.transpose(1, 2), attention_mask=attention_mask, sink_logit=s_aux, **inputs
+                self,
+                query,
+                key,
+                value,
+                out.transpose(1, 2),
+                attention_mask=attention_mask,
+                sink_logit=s_aux,
+                **inputs,
             )
             return out, None
         window, linear = self.linearize_branches
         out = self.linearized(
-            query, key, value, sink_logit=s_aux, window=window, linear=linear, cache_layer=layer, **inputs
+            query,
+            key,
+            value,
+            sink_logit=s_aux,
+            window=window,
+            linear=linear,
+            cache_layer=layer,
+            **inputs,
         )
         return out.transpose(1, 2).contiguous(), None
 
 
-def _merge_padding(documents, valid):
-    """Documents [B, T] without the borders that padding makes: a document begins where a real token follows a real one."""
-    border = documents[:, 1:] != documents[:, :-1]
-    border = border & valid[:, 1:] & valid[:, :-1]
-    merged = nn.functional.pad(border.long(), (1, 0)).cumsum(1)
-    return merged if bool(border.any()) else None
-
-
-# ------------------------------------------------------------------------------------------------ module surgery
+# ----------------------------------------------------------------------------------- module surgery
 def linearized_class(cls):
     """The class Linearized<cls>, made once and importable from this module."""
     name = f"Linearized{cls.__name__}"
     made = globals().get(name)
     if made is None or made.__mro__[2] is not cls:
-        made = globals()[name] = type(name, (LinearizedAttentionMixin, cls), {"__module__": __name__})
+        made = globals()[name] = type(
+            name, (LinearizedAttentionMixin, cls), {"__module__": __name__}
+        )
     return made
 
 
@@ -333,8 +293,12 @@ def _restore(cls):
 
 
 def linearize_(module, section):
-    """Turns a stock attention module into a linearized one, in place; new parameters lie on the module's device."""
-    module.add_module("linearized", LinearizedHeads(section, module.layer_idx, next(module.parameters()).device))
+    """Turns a stock attention module into a linearized one, in place; new parameters lie on the
+    module's device.
+    """
+    module.add_module(
+        "linearized", LinearizedHeads(section, module.layer_idx, next(module.parameters()).device)
+    )
     module.base_config, module.config = module.config, copy.copy(module.config)
     module.config._attn_implementation_internal = IMPLEMENTATION
     module.__class__ = linearized_class(type(module))
@@ -361,7 +325,8 @@ def _set(model, **attributes):
 
 
 def teacher(model):
-    """Context in which a converted model is the original one: softmax attention from the same weights.
+    """Context in which a converted model is the original one: softmax attention from the same
+    weights.
 
     On a model without converted layers it changes nothing.
     """
@@ -371,8 +336,8 @@ def teacher(model):
 def branches(model, *, window=True, linear=True):
     """Context in which one branch of every converted layer is off.
 
-    linear=False leaves the window and the sinks; window=False gives every key to the linear branch, so that rows stay
-    normalised.
+    linear=False leaves the window and the sinks; window=False gives every key to the linear branch,
+    so that rows stay normalised.
 
     Raises:
         ValueError: both are off.
@@ -383,9 +348,11 @@ def branches(model, *, window=True, linear=True):
 
 
 def transfer(model, observer):
-    """Context in which every converted layer runs the original attention and tells `observer` of it.
+    """Context in which every converted layer runs the original attention and tells `observer` of
+    it.
 
-    observer(module, q [B, H, T, D], k [B, G, T, D], v [B, G, T, Dv], out [B, H, T, Dv], *, attention_mask, scaling, softcap,
-    sink_logit, valid [B, T] or None, documents [B, T] or None) is called once per layer and forward.
+    observer(module, q [B, H, T, D], k [B, G, T, D], v [B, G, T, Dv], out [B, H, T, Dv], *,
+    attention_mask, scaling, softcap, sink_logit, valid [B, T] or None, documents [B, T] or None) is
+    called once per layer and forward.
     """
     return _set(model, linearize_mode="transfer", linearize_observer=observer)

@@ -12,12 +12,14 @@ from .ops import State
 class LinearizedLayer(CacheLayerMixin):
     """The memory of one linearized layer: a `State`, constant in size at any length.
 
-    `update`, which the stock attention calls, hands keys and values back unchanged; the attention function, which receives
-    this object, reads the state and advances it. Tensors change in place while no gradient is wanted (their addresses stay, as
-    CUDA graphs need), and are replaced otherwise.
+    `update`, which the stock attention calls, hands keys and values back unchanged; the attention
+    function, which receives this object, reads the state and advances it. Tensors change in place
+    while no gradient is wanted (their addresses stay, as CUDA graphs need), and are replaced
+    otherwise.
 
-    Rollback (assisted decoding): while past recording is on, the state at the last crop is kept together with the keys and
-    values since. `crop(-n)` drops the last n of them; the next forward replays what is left.
+    Rollback (assisted decoding): while past recording is on, the state at the last crop is kept
+    together with the keys and values since. `crop(-n)` drops the last n of them; the next forward
+    replays what is left.
     """
 
     is_compileable = True
@@ -32,9 +34,12 @@ class LinearizedLayer(CacheLayerMixin):
         self.state, self.settings, self.padded = None, None, False
         self._base, self._log, self._stale = None, [], False
 
-    # ------------------------------------------------------------------------------------------ state
+    # ---------------------------------------------------------------------------------------- state
     def read(self, advance):
-        """The current State, or None before the first token. advance(state, k, v, valid) -> State replays after a crop."""
+        """The current State, or None before the first token.
+
+        advance(state, k, v, valid) -> State replays after a crop.
+        """
         if self._stale:
             state = self._base
             for k, v, valid in self._log:
@@ -63,21 +68,31 @@ class LinearizedLayer(CacheLayerMixin):
         self.cumulative_length += k.shape[2]
 
     def has_seen(self, tokens):
-        """Whether every row surely holds so many tokens; False while compiling, where the answer would change the graph."""
-        return not (torch.compiler.is_compiling() or self.padded) and self.cumulative_length >= tokens
+        """Whether every row surely holds so many tokens; False while compiling, where the answer
+        would change the graph.
+        """
+        return (
+            not (torch.compiler.is_compiling() or self.padded) and self.cumulative_length >= tokens
+        )
 
     def _fits(self, state):
         """Whether `state` can be written into the tensors that are there."""
         if self.state is None or self.state.S.shape != state.S.shape:
             return False
-        return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not self.state.S.is_inference()
+        return (
+            torch.compiler.is_compiling()
+            or torch.is_inference_mode_enabled()
+            or not self.state.S.is_inference()
+        )
 
     def _map(self, function):
         apply = lambda state: None if state is None else State(*map(function, state))  # noqa: E731
         self.state, self._base = apply(self.state), apply(self._base)
-        self._log = [tuple(None if x is None else function(x) for x in entry) for entry in self._log]
+        self._log = [
+            tuple(None if x is None else function(x) for x in entry) for entry in self._log
+        ]
 
-    # ------------------------------------------------------------------------------------------ CacheLayerMixin
+    # ------------------------------------------------------------------------------ CacheLayerMixin
     def lazy_initialization(self, key_states, value_states):
         """Nothing to do: the attention function makes the first state."""
 
@@ -93,10 +108,17 @@ class LinearizedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # the abstract name in earlier releases of 5
 
     def get_mask_sizes(self, query_length):
-        # One mask serves the whole model and may be sized by this layer: answer for the softmax layers that are left.
-        softmax = [x for x in self.siblings if isinstance(x, CacheLayerMixin) and not isinstance(x, LinearizedLayer)]
+        # One mask serves the whole model and may be sized by this layer: answer for the softmax
+        # layers that are left.
+        softmax = [
+            x
+            for x in self.siblings
+            if isinstance(x, CacheLayerMixin) and not isinstance(x, LinearizedLayer)
+        ]
         full = [x for x in softmax if not getattr(x, "is_sliding", False)] or softmax
-        return full[0].get_mask_sizes(query_length) if full else (query_length, self.cumulative_length)
+        return (
+            full[0].get_mask_sizes(query_length) if full else (query_length, self.cumulative_length)
+        )
 
     def reset(self):
         # the tensors stay, and so do their addresses; at length 0 nobody reads them
@@ -114,11 +136,13 @@ class LinearizedLayer(CacheLayerMixin):
         self._map(lambda x: x[indices, ...])
 
     def offload(self):
-        """Nothing to do: the state is small, and `Cache.update` asks for this before attention reads it."""
+        """Nothing to do: the state is small, and `Cache.update` asks for this before attention
+        reads it.
+        """
 
     prefetch = offload
 
-    # ------------------------------------------------------------------------------------------ rollback
+    # ------------------------------------------------------------------------------------- rollback
     @property
     def is_croppable(self):
         return self.record_past
@@ -129,17 +153,23 @@ class LinearizedLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove):
         if tokens_to_remove > 0:
             raise ValueError(
-                f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number; an absolute length, "
+                f"crop({tokens_to_remove}): give the number of tokens to remove as a negative "
+                "number; an absolute length, "
                 "as in transformers before 5, is not supported"
             )
         if not self.record_past:
             if not tokens_to_remove:
                 return
-            raise RuntimeError("crop: a constant-size state cannot be cropped; call activate_past_recording() before it is filled")
+            raise RuntimeError(
+                "crop: a constant-size state cannot be cropped; call activate_past_recording() "
+                "before it is filled"
+            )
         remove = -tokens_to_remove
         held = sum(k.shape[2] for k, _, _ in self._log)
         if remove > held:
-            raise RuntimeError(f"crop(-{remove}): only the {held} tokens since the last crop can be removed")
+            raise RuntimeError(
+                f"crop(-{remove}): only the {held} tokens since the last crop can be removed"
+            )
         self.cumulative_length -= remove
         if not remove:
             if not self._stale:
@@ -150,12 +180,16 @@ class LinearizedLayer(CacheLayerMixin):
             keep = max(k.shape[2] - remove, 0)
             remove -= k.shape[2] - keep
             if keep:
-                self._log.append((k[:, :, :keep], v[:, :, :keep], None if valid is None else valid[:, :keep]))
+                self._log.append(
+                    (k[:, :, :keep], v[:, :, :keep], None if valid is None else valid[:, :keep])
+                )
         self._stale = True
 
 
 def claim_cache_layer(cache, layer_idx):
-    """The LinearizedLayer of a cache: on first touch it replaces the layer that lies there, which must be empty."""
+    """The LinearizedLayer of a cache: on first touch it replaces the layer that lies there, which
+    must be empty.
+    """
     cache = getattr(cache, "self_attention_cache", cache)
     while len(cache.layers) <= layer_idx:
         cache.layers.append((cache.layer_class_to_replicate or DynamicLayer)())
@@ -163,7 +197,8 @@ def claim_cache_layer(cache, layer_idx):
     if not isinstance(layer, LinearizedLayer):
         if layer.is_initialized and int(layer.get_seq_length()) > 0:
             raise ValueError(
-                f"layer {layer_idx} of this cache holds the keys and values of softmax attention; a linearized layer cannot go "
+                f"layer {layer_idx} of this cache holds the keys and values of softmax attention; "
+                "a linearized layer cannot go "
                 "on from them. Start from an empty cache."
             )
         layer = LinearizedLayer(cache.layers, record_past=getattr(layer, "record_past", False))
@@ -172,14 +207,27 @@ def claim_cache_layer(cache, layer_idx):
 
 
 def find_cache(kwargs):
-    """The cache among the arguments of an attention module, or None; an unknown kind of cache is refused."""
+    """The cache among the arguments of an attention module, or None; an unknown kind of cache is
+    refused.
+    """
     for name in ("cache", "past_key_values", "layer_past"):  # 5.24, up to 5.20, gpt_neox
         cache = kwargs.get(name)
         if isinstance(cache, Cache):
             return cache
         if cache is not None:
             raise NotImplementedError(
-                f"{type(cache).__name__}: linearized layers keep a constant-size state and need a transformers Cache "
-                "(DynamicCache, StaticCache); continuous batching with paged caches is not supported. Use generate()."
+                f"{type(cache).__name__}: linearized layers keep a constant-size state and need a "
+                "transformers Cache "
+                "(DynamicCache, StaticCache); continuous batching with paged caches is not "
+                "supported. Use generate()."
             )
     return None
+
+
+def check_softmax_layer(cache, layer_idx):
+    """Raises ValueError where softmax attention would go on from a linear state."""
+    if len(cache.layers) > layer_idx and isinstance(cache.layers[layer_idx], LinearizedLayer):
+        raise ValueError(
+            f"layer {layer_idx} of this cache holds a linear state; softmax attention cannot go on "
+            "from it. Start from an empty cache."
+        )

@@ -1,19 +1,32 @@
 """The hybrid operator in chunks: what training, prefill and every machine without a kernel run.
 
-Legend as in `ops`: B batch, H query heads, G key/value heads, HS state heads, R query heads per group, T tokens, D head size,
-Dv value size, F features, C chunk, n chunks, W window, N sinks, P = max(W - 1, 0) earlier tokens that a window needs.
+Legend as in `ops`: B batch, H query heads, G key/value heads, HS state heads, R query heads per
+group, T tokens, D head size, Dv value size, F features, C chunk, n chunks, W window, N sinks, P =
+max(W - 1, 0) earlier tokens that a window needs.
 
-A segment of T tokens stands behind the P tokens before it on one axis of P + T keys. Query t is key P + t, so the exact keys of
-chunk c are the P + C that end with its last query, and the key that becomes linear at query t is key t: the linear keys of
-chunk c are those before c C, which the state holds, and a triangle inside the chunk.
+A segment of T tokens stands behind the P tokens before it on one axis of P + T keys. Query t is key
+P + t, so the exact keys of chunk c are the P + C that end with its last query, and the key that
+becomes linear at query t is key t: the linear keys of chunk c are those before c C, which the state
+holds, and a triangle inside the chunk.
 """
 
 import math
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 
-from .ops import EMPTY, State, compute_dtype, exact_part, fold, group, join, linear_part, state_heads_of
+from .ops import (
+    EMPTY,
+    State,
+    compute_dtype,
+    exact_part,
+    fold,
+    group,
+    join,
+    linear_part,
+    state_heads_of,
+)
 
 CHUNK = 64
 CHUNK_LOG = 16  # chunk of maps in log space, whose diagonal blocks hold [C, C, F]
@@ -21,10 +34,12 @@ SEGMENT = 512  # tokens whose intermediate tensors exist at one time
 
 
 def hybrid_chunked(op, q, k, v, state, *, valid=None, chunk=None, segment=SEGMENT):
-    """The operator in chunks that carry a constant-size state: memory linear in T, differentiable, any T and any split.
+    """The operator in chunks that carry a constant-size state: memory linear in T, differentiable,
+    any T and any split.
 
-    q [B, H, T, D]; k [B, G, T, D]; v [B, G, T, Dv]; valid [B, T] bool or None (all real). Returns (o [B, H, T, Dv], state).
-    Rows of padding are finite and mean nothing. Splitting T over calls changes nothing beyond rounding.
+    q [B, H, T, D]; k [B, G, T, D]; v [B, G, T, Dv]; valid [B, T] bool or None (all real). Returns
+    (o [B, H, T, Dv], state). Rows of padding are finite and mean nothing. Splitting T over calls
+    changes nothing beyond rounding.
     """
     chunk = chunk or (CHUNK_LOG if op.log_space else CHUNK)
     outs = [] if q.shape[2] else [q.new_zeros(*q.shape[:3], v.shape[-1])]
@@ -37,13 +52,16 @@ def hybrid_chunked(op, q, k, v, state, *, valid=None, chunk=None, segment=SEGMEN
 
 
 def advance(op, state, k, v, valid=None):
-    """The state after the tokens k [B, G, T, D], v [B, G, T, Dv], valid [B, T] or None, without their outputs."""
+    """The state after the tokens k [B, G, T, D], v [B, G, T, Dv], valid [B, T] or None, without
+    their outputs.
+    """
     B, _, T, D = k.shape
     return hybrid_chunked(op, k.new_zeros(B, op.beta.shape[0], T, D), k, v, state, valid=valid)[1]
 
 
 def hybrid_packed(op, q, k, v, state, *, valid=None, documents=None, chunk=None):
-    """`hybrid_chunked` on rows that hold several documents: each runs alone, so nothing can leak. Returns o.
+    """`hybrid_chunked` on rows that hold several documents: each runs alone, so nothing can leak.
+    Returns o.
 
     documents [B, T] int, constant within a document. state is the empty state of one row batch.
     """
@@ -57,7 +75,7 @@ def hybrid_packed(op, q, k, v, state, *, valid=None, documents=None, chunk=None)
                 op, *(x[b : b + 1, :, i:j] for x in (q, k, v)), alone,
                 valid=None if valid is None else valid[b : b + 1, i:j], chunk=chunk,
             )[0]
-            for i, j in zip(edges, edges[1:])
+            for i, j in pairwise(edges)
         ]  # fmt: skip
         rows.append(torch.cat(parts, 2))
     return torch.cat(rows)
@@ -66,7 +84,10 @@ def hybrid_packed(op, q, k, v, state, *, valid=None, documents=None, chunk=None)
 def _segment(op, q, k, v, state, valid, C):
     T, P, N = q.shape[2], op.past, op.sinks
     C = min(C, T)
-    keys, values = torch.cat([state.window_k, k], 2), torch.cat([state.window_v, v], 2)  # [B, G, P + T, .]
+    keys, values = (
+        torch.cat([state.window_k, k], 2),
+        torch.cat([state.window_v, v], 2),
+    )  # [B, G, P + T, .]
     start = (state.seen - P)[:, None]  # position of keys[0]
     first = start.clamp(min=0)  # the oldest position that keys still hold
     seen = state.seen + T
@@ -95,9 +116,13 @@ def _segment(op, q, k, v, state, valid, C):
         counts = there & (place >= N)
         counts[:, T:] = False
         inner = _linear_chunks_log if op.log_space else _linear_chunks
-        linear, carry = inner(op, q, keys[:, :, : n * C], values[:, :, : n * C], counts[:, : n * C], state, C)
+        linear, carry = inner(
+            op, q, keys[:, :, : n * C], values[:, :, : n * C], counts[:, : n * C], state, C
+        )
     out = join(op, exact, linear)[:, :, :T].to(v.dtype)
-    if order is not None:  # back to where the rows came from; what came from before this call is dropped
+    if (
+        order is not None
+    ):  # back to where the rows came from; what came from before this call is dropped
         index = torch.where(order[:, P:] >= P, order[:, P:] - P, T)[:, None, :, None].expand_as(out)
         out = out.new_zeros(*out.shape[:2], T + 1, out.shape[-1]).scatter(2, index, out)[:, :, :T]
     return out, State(*carry, sink_k, sink_v, keys[:, :, T : T + P], values[:, :, T : T + P], seen)
@@ -109,18 +134,26 @@ def _take(x, order):
 
 
 def _update_sinks(N, state, keys, values, start, first):
-    """The sink keys and values after the tokens `keys` [B, G, L, .] at positions start .. start + L - 1."""
+    """The sink keys and values after the tokens `keys` [B, G, L, .] at positions start ..
+
+    start + L - 1.
+    """
     if not N:
         return state.sink_k, state.sink_v
     slot = torch.arange(N, device=keys.device)
     index = slot - start  # [B, N] where each sink lies in keys
     fresh = ((slot >= first) & (index < keys.shape[2]))[:, None, :, None]
     index = index.clamp(0, keys.shape[2] - 1)
-    return tuple(torch.where(fresh, _take(x, index), old) for x, old in ((keys, state.sink_k), (values, state.sink_v)))
+    return tuple(
+        torch.where(fresh, _take(x, index), old)
+        for x, old in ((keys, state.sink_k), (values, state.sink_v))
+    )
 
 
 def _chunks(x, heads, C):
-    """Rows [B, H, n C, d] -> [B, heads, n, H / heads * C, d]: the heads of a group share one product."""
+    """Rows [B, H, n C, d] -> [B, heads, n, H / heads * C, d]: the heads of a group share one
+    product.
+    """
     return group(x, heads).unflatten(3, (-1, C)).transpose(2, 3).flatten(3, 4)
 
 
@@ -131,7 +164,7 @@ def _unchunk(x, C):
 
 def _exact_chunks(op, q, keys, values, sink_k, sink_v, place, there, C):
     """Exact part of all chunks: each sees the sinks and the P + C keys that end with its own."""
-    G, N, P, wide, B = keys.shape[1], op.sinks, op.past, compute_dtype(q), q.shape[0]
+    G, N, P, wide = keys.shape[1], op.sinks, op.past, compute_dtype(q)
     n, R = q.shape[2] // C, q.shape[1] // keys.shape[1]
     rows = _chunks(q, G, C).to(wide)  # [B, G, n, R C, D]
     at = place[:, P:].unflatten(1, (n, C))[..., None]  # [B, n, C, 1] positions of the queries
@@ -149,29 +182,50 @@ def _exact_chunks(op, q, keys, values, sink_k, sink_v, place, there, C):
 
 
 def _triangle(op, C, heads, device):
-    """Which keys of its own chunk a query reads linearly: those before it, and itself if there is no window."""
-    return torch.ones(C, C, dtype=torch.bool, device=device).tril(-1 if op.window else 0).repeat(heads, 1)
+    """Which keys of its own chunk a query reads linearly: those before it, and itself if there is
+    no window.
+    """
+    return (
+        torch.ones(C, C, dtype=torch.bool, device=device)
+        .tril(-1 if op.window else 0)
+        .repeat(heads, 1)
+    )
 
 
 def _linear_chunks(op, q, keys, values, counts, state, C):
-    """Linear part of all chunks, and (S, z, shift) after them. keys[t] is the key that leaves the window at query t."""
+    """Linear part of all chunks, and (S, z, shift) after them.
+
+    keys[t] is the key that leaves the window at query t.
+    """
     HS = op.state_heads
     fk = op.phi_k(state_heads_of(op, keys)) * counts[:, None, :, None]
     fk = fk.unflatten(2, (-1, C))  # [B, HS, n, C, F]
     v = state_heads_of(op, values).to(fk.dtype).unflatten(2, (-1, C))
     fq = _chunks(op.phi_q(q), HS, C)  # [B, HS, n, R C, F]
-    S = torch.cat([state.S[:, :, None], fk.mT @ v], 2).cumsum(2)  # [B, HS, n + 1, F, Dv], S[c] before chunk c
+    S = torch.cat([state.S[:, :, None], fk.mT @ v], 2).cumsum(
+        2
+    )  # [B, HS, n + 1, F, Dv], S[c] before chunk c
     z = torch.cat([state.z[:, :, None], fk.sum(3)], 2).cumsum(2)
     inner = (fq @ fk.mT) * _triangle(op, C, q.shape[1] // HS, q.device)
     num = fq @ S[:, :, :-1] + inner @ v
     den = fq @ z[:, :, :-1, :, None] + inner.sum(-1, keepdim=True)
-    return tuple(_unchunk(x, C) for x in linear_part(num, den)), (S[:, :, -1], z[:, :, -1], state.shift)
+    return tuple(_unchunk(x, C) for x in linear_part(num, den)), (
+        S[:, :, -1],
+        z[:, :, -1],
+        state.shift,
+    )
 
 
 def _linear_chunks_log(op, q, keys, values, counts, state, C):
-    """`_linear_chunks` for log features: a shift per feature and chunk, and exact sums of logarithms inside a chunk."""
-    HS, B = op.state_heads, q.shape[0]
-    lk = op.phi_k(state_heads_of(op, keys)).masked_fill(~counts[:, None, :, None], EMPTY).unflatten(2, (-1, C))
+    """`_linear_chunks` for log features: a shift per feature and chunk, and exact sums of
+    logarithms inside a chunk.
+    """
+    HS = op.state_heads
+    lk = (
+        op.phi_k(state_heads_of(op, keys))
+        .masked_fill(~counts[:, None, :, None], EMPTY)
+        .unflatten(2, (-1, C))
+    )
     v = state_heads_of(op, values).to(lk.dtype).unflatten(2, (-1, C))
     lq = _chunks(op.phi_q(q), HS, C)
     triangle = _triangle(op, C, q.shape[1] // HS, q.device)
@@ -188,5 +242,7 @@ def _linear_chunks_log(op, q, keys, values, counts, state, C):
         den = outer @ carry.z.unsqueeze(-1) + inner.sum(-1, keepdim=True)
         parts.append(linear_part(num, den, scale))
         span = slice(c * C, (c + 1) * C)
-        carry = State(*fold(op, carry, keys[:, :, span], values[:, :, span], counts[:, span]), *state[3:])
+        carry = State(
+            *fold(op, carry, keys[:, :, span], values[:, :, span], counts[:, span]), *state[3:]
+        )
     return tuple(_unchunk(torch.stack(x, 2), C) for x in zip(*parts)), carry[:3]

@@ -11,10 +11,12 @@ K_MAPS = ("kv_head", "q_head")
 class LinearizeConfig:
     """What was converted, and into what; `model.config.linearize_config` is its dict form.
 
-    layers are the indices of the linearized layers; window the number of exact keys including the query's own; sinks the
-    number of first tokens that stay exact; feature_dim the size of a feature map's projection (None: the map's own default);
-    mixing and k_map one of MIXING_RULES and K_MAPS; geometry {layer: {num_heads, num_key_value_heads, qk_dim, v_dim, scaling}}
-    as seen by the attention function. delta, in an adapter-only repository: {base_model, revision, subfolder, base_hash}.
+    layers are the indices of the linearized layers; window the number of exact keys including the
+    query's own; sinks the number of first tokens that stay exact; feature_dim the size of a feature
+    map's projection (None: the map's own default); mixing and k_map one of MIXING_RULES and K_MAPS;
+    geometry {layer: {num_heads, num_key_value_heads, qk_dim, v_dim, scaling}} as seen by the
+    attention function. delta, in an adapter-only repository: {base_model, revision, subfolder,
+    base_hash}.
     """
 
     base_model_type: str
@@ -33,23 +35,32 @@ class LinearizeConfig:
     def __post_init__(self):
         if self.version > FORMAT_VERSION:
             raise ValueError(
-                f"linearize_config.version: {self.version} is newer than this code ({FORMAT_VERSION}); update linearize"
+                f"linearize_config.version: {self.version} is newer than this code "
+                f"({FORMAT_VERSION}); update linearize"
             )
         for name, low in (("window", 1), ("sinks", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(f"convert.{name}: {value!r} is not allowed; give a whole number of at least {low}")
+                raise ValueError(
+                    f"convert.{name}: {value!r} is not allowed; give a whole number of at least "
+                    f"{low}"
+                )
         for name, allowed in (("mixing", MIXING_RULES), ("k_map", K_MAPS)):
             value = getattr(self, name)
             if value not in allowed:
-                raise ValueError(f"convert.{name}: {value!r} is not known; choose one of {', '.join(allowed)}")
+                raise ValueError(
+                    f"convert.{name}: {value!r} is not known; choose one of {', '.join(allowed)}"
+                )
 
     @classmethod
     def from_dict(cls, section):
         """The section read back from a config; keys of a later format are refused by name."""
         unknown = sorted(set(section) - set(cls.__dataclass_fields__))
         if unknown:
-            raise ValueError(f"linearize_config: unknown key {unknown[0]!r}; update linearize to load this checkpoint")
+            raise ValueError(
+                f"linearize_config: unknown key {unknown[0]!r}; update linearize to load this "
+                "checkpoint"
+            )
         return cls(**section)
 
     def to_dict(self):

@@ -2,12 +2,14 @@
 
 Legend: B batch, H heads, T tokens, D head size, F features.
 
-A map takes one tensor of queries or keys after the rotary embedding, [B, H, T, D], and returns [B, H, T, F]
-in fp32 (fp64 for fp64 input) whatever the dtype of its weights. Weights are per head. A map whose features are
-exponentials without a bound sets `log_space` and returns the *logarithms* of its features: the operator keeps
-the sums in range (see `ops`), so nothing overflows and nothing is clamped.
+A map takes one tensor of queries or keys after the rotary embedding, [B, H, T, D], and returns [B,
+H, T, F] in fp32 (fp64 for fp64 input) whatever the dtype of its weights. Weights are per head. A
+map whose features are exponentials without a bound sets `log_space` and returns the *logarithms* of
+its features: the operator keeps the sums in range (see `ops`), so nothing overflows and nothing is
+clamped.
 
-`feature_dim` is the size of the learned or random projection; `num_features` is F, the size of the output.
+`feature_dim` is the size of the learned or random projection; `num_features` is F, the size of the
+output.
 """
 
 import math
@@ -30,7 +32,9 @@ class FeatureMap(nn.Module):
         self.scaling = head_dim**-0.5 if scaling is None else scaling
         self.seed = seed
         if self.feature_dim < 1:
-            raise ValueError(f"convert.feature_dim: {feature_dim} is not allowed; give a positive number or null")
+            raise ValueError(
+                f"convert.feature_dim: {feature_dim} is not allowed; give a positive number or null"
+            )
         self.build()
 
     @staticmethod
@@ -67,9 +71,9 @@ def _compute(x, *weights):
 class Hedgehog(FeatureMap):
     """Two softmax halves, [softmax(xW), softmax(-xW)]: positive, each half sums to 1.
 
-    Zhang et al. 2024 (LoLCATs), arXiv:2410.10254, after the Hedgehog of arXiv:2402.04347. W [H, D, f] starts as the
-    identity, no bias; F = 2f.
-    Differs: f = D by default where the published checkpoints have D/2, which reads half of each rotary pair.
+    Zhang et al. 2024 (LoLCATs), arXiv:2410.10254, after the Hedgehog of arXiv:2402.04347. W [H, D,
+    f] starts as the identity, no bias; F = 2f. Differs: f = D by default where the published
+    checkpoints have D/2, which reads half of each rotary pair.
     """
 
     def build(self):
@@ -89,10 +93,11 @@ class Hedgehog(FeatureMap):
 
 
 class HedgehogExp(FeatureMap):
-    """The exponential with mirrored features, [exp(xW + b), exp(-xW - b)]: positive, unbounded, kept as logarithms.
+    """The exponential with mirrored features, [exp(xW + b), exp(-xW - b)]: positive, unbounded,
+    kept as logarithms.
 
-    Zhang et al. 2024 (Hedgehog), arXiv:2402.04347, section 4.2. W [H, D, f] starts as the identity, b [H, f] as zero;
-    F = 2f. Differs: q and k have weights of their own, and weights are per head.
+    Zhang et al. 2024 (Hedgehog), arXiv:2402.04347, section 4.2. W [H, D, f] starts as the identity,
+    b [H, f] as zero; F = 2f. Differs: q and k have weights of their own, and weights are per head.
     """
 
     log_space = True
@@ -118,8 +123,8 @@ class HedgehogExp(FeatureMap):
 class T2R(FeatureMap):
     """relu(xW + b): non-negative, may be all zero.
 
-    Kasai et al. 2021 (T2R), arXiv:2103.13076, eq. 4. W [H, D, F] starts as the identity, b [H, F] as zero; F = D by
-    default.
+    Kasai et al. 2021 (T2R), arXiv:2103.13076, eq. 4. W [H, D, F] starts as the identity, b [H, F]
+    as zero; F = D by default.
     """
 
     positive = "non-negative"
@@ -144,7 +149,8 @@ class _Fixed(FeatureMap):
         if self.feature_dim != self.head_dim:
             name = next(n for n, c in FEATURE_MAPS.items() if c is type(self))
             raise ValueError(
-                f"convert.feature_dim: {self.feature_dim} is not possible with feature_map {name!r}, which keeps the "
+                f"convert.feature_dim: {self.feature_dim} is not possible with feature_map "
+                f"{name!r}, which keeps the "
                 f"head size ({self.head_dim}); leave feature_dim out"
             )
 
@@ -152,8 +158,8 @@ class _Fixed(FeatureMap):
 class Elu1(_Fixed):
     """elu(x) + 1: positive, no parameters, F = D.
 
-    Katharopoulos et al. 2020, arXiv:2006.16236, eq. 7. Computed as x + 1 for x > 0 and exp(x) otherwise, which stays
-    positive where expm1(x) + 1 rounds to zero.
+    Katharopoulos et al. 2020, arXiv:2006.16236, eq. 7. Computed as x + 1 for x > 0 and exp(x)
+    otherwise, which stays positive where expm1(x) + 1 rounds to zero.
     """
 
     def forward(self, x):
@@ -175,12 +181,13 @@ class Relu(_Fixed):
 
 
 class Taylor(FeatureMap):
-    """The second-order expansion of exp on a projection: phi(q).phi(k) = 1 + s + s^2 / 2 >= 1/2, s = (q'P).(k'P).
+    """The second-order expansion of exp on a projection: phi(q).phi(k) = 1 + s + s^2 / 2 >= 1/2, s
+    = (q'P).(k'P).
 
-    Arora et al. 2024 (Based), arXiv:2402.18668, eq. 4. x' = x sqrt(scaling), P [H, D, d], d = 16 by default;
-    F = 1 + d + d (d + 1) / 2. Differs: equal second-order terms are merged, which gives the same kernel with 153 features
-    instead of 273 at d = 16; P is per head and learned, and starts as one random orthonormal basis for all heads, scaled
-    so that s keeps its expectation.
+    Arora et al. 2024 (Based), arXiv:2402.18668, eq. 4. x' = x sqrt(scaling), P [H, D, d], d = 16 by
+    default; F = 1 + d + d (d + 1) / 2. Differs: equal second-order terms are merged, which gives
+    the same kernel with 153 features instead of 273 at d = 16; P is per head and learned, and
+    starts as one random orthonormal basis for all heads, scaled so that s keeps its expectation.
     """
 
     positive = "features signed, kernel at least 1/2"
@@ -192,15 +199,21 @@ class Taylor(FeatureMap):
     def build(self):
         if self.feature_dim > self.head_dim:
             raise ValueError(
-                f"convert.feature_dim: {self.feature_dim} is larger than the head size {self.head_dim}, which is the "
+                f"convert.feature_dim: {self.feature_dim} is larger than the head size "
+                f"{self.head_dim}, which is the "
                 "most that feature_map 'taylor' can project to"
             )
         self.weight = nn.Parameter(torch.empty(self.num_heads, self.head_dim, self.feature_dim))
 
     def reset_parameters(self):
         generator = torch.Generator().manual_seed(self.seed)
-        basis = torch.linalg.qr(torch.randn(self.head_dim, self.feature_dim, generator=generator))[0]
-        init.copy_(self.weight, (basis * math.sqrt(self.head_dim / self.feature_dim)).expand_as(self.weight))
+        basis = torch.linalg.qr(torch.randn(self.head_dim, self.feature_dim, generator=generator))[
+            0
+        ]
+        init.copy_(
+            self.weight,
+            (basis * math.sqrt(self.head_dim / self.feature_dim)).expand_as(self.weight),
+        )
 
     @property
     def num_features(self):
@@ -209,17 +222,24 @@ class Taylor(FeatureMap):
     def forward(self, x):
         x, weight = _compute(x, self.weight)
         y = x * math.sqrt(self.scaling) @ weight  # [B, H, T, d]
-        rows, cols = torch.triu_indices(self.feature_dim, self.feature_dim, offset=1, device=x.device)
-        return torch.cat([torch.ones_like(y[..., :1]), y, y * y / math.sqrt(2), y[..., rows] * y[..., cols]], dim=-1)
+        rows, cols = torch.triu_indices(
+            self.feature_dim, self.feature_dim, offset=1, device=x.device
+        )
+        return torch.cat(
+            [torch.ones_like(y[..., :1]), y, y * y / math.sqrt(2), y[..., rows] * y[..., cols]],
+            dim=-1,
+        )
 
 
 class Favor(FeatureMap):
-    """Positive orthogonal random features, exp(Omega x' - |x'|^2 / 2) / sqrt(F): positive, unbounded, kept as logarithms.
+    """Positive orthogonal random features, exp(Omega x' - |x'|^2 / 2) / sqrt(F): positive,
+    unbounded, kept as logarithms.
 
-    Choromanski et al. 2021 (Performer, FAVOR+), arXiv:2009.14794, lemma 1 and section 2.4. x' = x sqrt(scaling), so that
-    E phi(q).phi(k) = exp(scaling q.k) with the model's own temperature. Omega [F, D] is shared by the heads and by q and k,
-    drawn from the seed and stored with the weights; F = 256 by default. Not trained. A baseline, not a map for quality: at
-    head size 128 the relative variance of the estimate is far above 1.
+    Choromanski et al. 2021 (Performer, FAVOR+), arXiv:2009.14794, lemma 1 and section 2.4. x' = x
+    sqrt(scaling), so that E phi(q).phi(k) = exp(scaling q.k) with the model's own temperature.
+    Omega [F, D] is shared by the heads and by q and k, drawn from the seed and stored with the
+    weights; F = 256 by default. Not trained. A baseline, not a map for quality: at head size 128
+    the relative variance of the estimate is far above 1.
     """
 
     log_space = True
@@ -237,7 +257,9 @@ class Favor(FeatureMap):
         for _ in range(math.ceil(self.feature_dim / size)):
             q, r = torch.linalg.qr(torch.randn(size, size, generator=generator))
             lengths = torch.randn(size, size, generator=generator).norm(dim=1, keepdim=True)
-            blocks.append(q * r.diagonal().sign() * lengths)  # rows of a Haar matrix with chi(D) lengths
+            blocks.append(
+                q * r.diagonal().sign() * lengths
+            )  # rows of a Haar matrix with chi(D) lengths
         init.copy_(self.omega, torch.cat(blocks)[: self.feature_dim])
 
     def forward(self, x):

@@ -1,7 +1,9 @@
-"""The classes `Linearized<Family>Config` and `Linearized<Family>ForCausalLM`, made from the stock ones.
+"""The classes `Linearized<Family>Config` and `Linearized<Family>ForCausalLM`, made from the stock
+ones.
 
-The class of a family is made when it is asked for: `family_classes("llama")`, or by attribute access on this module, which is
-how transformers finds it when this file travels inside a checkpoint.
+The class of a family is made when it is asked for: `family_classes("llama")`, or by attribute
+access on this module, which is how transformers finds it when this file travels inside a
+checkpoint.
 """
 
 import functools
@@ -12,30 +14,74 @@ from pathlib import Path
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 
-from .attention import LinearizedHeads, check_mask, linearize_, linearized_modules
+from .attention import LinearizedHeads, linearize_, linearized_modules
 from .cache import claim_cache_layer
 from .configuration_linearized import LinearizeConfig
+from .masking import check_mask
 
 # every family here passes the same test: see docs/families.md
-FAMILIES = (
-    "cohere cohere2 deepseek_v3 exaone4 gemma gemma2 gemma3_text glm4 gpt2 gpt_neox gpt_oss gptj granite hunyuan_v1_dense lfm2 "
-    "llama llama4_text ministral3 mistral mixtral nemotron olmo2 olmo3 opt phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3 "
-    "stablelm starcoder2"
-).split()
+FAMILIES = [
+    "cohere",
+    "cohere2",
+    "deepseek_v3",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
+    "gptj",
+    "granite",
+    "hunyuan_v1_dense",
+    "lfm2",
+    "llama",
+    "llama4_text",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "nemotron",
+    "olmo2",
+    "olmo3",
+    "opt",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+]
 # families that do not hand their positions to the attention function
 NO_POSITIONS = ("llama4_text",)
 
 # what tells where on the hub, or in the local cache, files lie
-HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+HUB_ARGUMENTS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "revision",
+    "subfolder",
+    "token",
+)
 
 _MADE = {}
 
 
 def attention_modules(model):
-    """The decoder self-attention modules of a causal LM, {layer_idx: module}, found by structure."""
+    """Decoder self-attention modules of a causal LM, {layer_idx: module}, found by structure."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     return {
         m.layer_idx: m
@@ -50,7 +96,8 @@ class LinearizedCausalLMMixin:
     def __init__(self, config, *args, **kwargs):
         if config.linearize_config is None:
             raise ValueError(
-                f"{type(self).__name__} needs config.linearize_config; make one from a softmax model with linearize.convert(model)"
+                f"{type(self).__name__} needs config.linearize_config; make one from a softmax "
+                "model with linearize.convert(model)"
             )
         super().__init__(config, *args, **kwargs)
         section = LinearizeConfig.from_dict(config.linearize_config)
@@ -60,7 +107,10 @@ class LinearizedCausalLMMixin:
 
     @torch.no_grad()
     def initialize_weights(self):
-        """Start values of parameters that a checkpoint lacks. `_init_weights` of this class would not be reached."""
+        """Start values of parameters that a checkpoint lacks.
+
+        `_init_weights` of this class would not be reached.
+        """
         super().initialize_weights()
         for module in self.modules():
             if isinstance(module, LinearizedHeads):
@@ -76,7 +126,12 @@ class LinearizedCausalLMMixin:
         elif arguments.get("attention_mask") is None:
             self._check_packing(arguments)
         mask = arguments.get("attention_mask")
-        if isinstance(mask, torch.Tensor) and mask.ndim == 4 and not torch.compiler.is_compiling() and self._is_linear():
+        if (
+            isinstance(mask, torch.Tensor)
+            and mask.ndim == 4
+            and not torch.compiler.is_compiling()
+            and self._is_linear()
+        ):
             cache = _cache_of(arguments)
             check_mask(mask, 0 if cache is None else int(cache.get_seq_length()))
         return super().forward(*args, **kwargs)
@@ -85,25 +140,44 @@ class LinearizedCausalLMMixin:
         return any(m.linearize_mode == "linear" for m in linearized_modules(self).values())
 
     def _check_packing(self, arguments):
-        """Refuses packed documents where they would leak: with a cache, or in a family that drops the positions."""
+        """Refuses packed documents where they would leak: with a cache, or in a family that drops
+        the positions.
+        """
         positions = arguments.get("position_ids")
-        if positions is None or positions.ndim != 2 or positions.shape[1] < 2 or torch.compiler.is_compiling():
+        if (
+            positions is None
+            or positions.ndim != 2
+            or positions.shape[1] < 2
+            or torch.compiler.is_compiling()
+        ):
             return
         modules = linearized_modules(self).values()
-        if all(m.linearize_mode == "softmax" for m in modules) or not bool((positions.diff(dim=1) != 1).any()):
+        if all(m.linearize_mode == "softmax" for m in modules) or not bool(
+            (positions.diff(dim=1) != 1).any()
+        ):
             return
         use_cache = arguments.get("use_cache")
-        if _cache_of(arguments) is not None or (self.config.use_cache if use_cache is None else use_cache):
-            raise ValueError("position_ids restart, so these are packed documents, which a cache cannot hold; pass use_cache=False")
+        if _cache_of(arguments) is not None or (
+            self.config.use_cache if use_cache is None else use_cache
+        ):
+            raise ValueError(
+                "position_ids restart, so these are packed documents, which a cache cannot hold; "
+                "pass use_cache=False"
+            )
         if self.config.linearize_config["base_model_type"] in NO_POSITIONS:
             raise ValueError(
-                f"packed documents are not supported for {self.config.linearize_config['base_model_type']}, whose attention is not "
+                "packed documents are not supported for "
+                f"{self.config.linearize_config['base_model_type']}, whose attention is not "
                 "told the positions; run the documents one by one"
             )
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        """Claims the cache layers before prefill, so that past recording for assisted decoding reaches them."""
-        out = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        """Claims the cache layers before prefill, so that past recording for assisted decoding
+        reaches them.
+        """
+        out = super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, *args, **kwargs
+        )
         cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
         if isinstance(cache, Cache):
             for layer, module in linearized_modules(self).items():
@@ -115,7 +189,8 @@ class LinearizedCausalLMMixin:
 
     def generate_batch(self, *args, **kwargs):
         raise NotImplementedError(
-            "continuous batching (generate_batch) keeps paged keys and values and cannot hold a linear state; use generate()"
+            "continuous batching (generate_batch) keeps paged keys and values and cannot hold a "
+            "linear state; use generate()"
         )
 
     init_continuous_batching = generate_batch
@@ -124,15 +199,20 @@ class LinearizedCausalLMMixin:
         super().save_pretrained(save_directory, *args, **kwargs)
         names = ("model.safetensors", "model.safetensors.index.json")
         written = [file for file in (Path(save_directory, name) for name in names) if file.exists()]
-        if len(written) == 2 and kwargs.get("is_main_process", True):  # an earlier save, in shards or not, left one of them
+        if len(written) == 2 and kwargs.get(
+            "is_main_process", True
+        ):  # an earlier save, in shards or not, left one of them
             min(written, key=lambda file: file.stat().st_mtime_ns).unlink()
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
+    def from_pretrained(
+        cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs
+    ):
         config = kwargs.get("config")
         if config is None:
             config = cls.config_class.from_pretrained(
-                pretrained_model_name_or_path, **{name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+                pretrained_model_name_or_path,
+                **{name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs},
             )
         section = getattr(config, "linearize_config", None) or {}
         if section.get("delta"):
@@ -140,35 +220,53 @@ class LinearizedCausalLMMixin:
                 from linearize.checkpoint import load_adapter
             except ImportError as error:
                 raise ImportError(
-                    f"{pretrained_model_name_or_path} holds an adapter and the new parameters only; putting them on the base model "
+                    f"{pretrained_model_name_or_path} holds an adapter and the new parameters "
+                    "only; putting them on the base model "
                     "needs the package: pip install linearize"
                 ) from error
             kwargs.pop("config", None)
             model = load_adapter(pretrained_model_name_or_path, config, **kwargs)
-            return (model, {"missing_keys": set(), "unexpected_keys": set()}) if output_loading_info else model
+            return (
+                (model, {"missing_keys": set(), "unexpected_keys": set()})
+                if output_loading_info
+                else model
+            )
         if kwargs.get("tp_plan") is not None:
-            raise NotImplementedError("tp_plan: tensor parallelism is not supported by linearized layers; use device_map")
+            raise NotImplementedError(
+                "tp_plan: tensor parallelism is not supported by linearized layers; use device_map"
+            )
         model, info = super().from_pretrained(
             pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
         )
         missing = sorted(key for key in info["missing_keys"] if ".linearized." in key)
         if missing:
             raise ValueError(
-                f"{pretrained_model_name_or_path}: {len(missing)} parameters of the linearized layers are missing, the first is "
-                f"{missing[0]}. Load the softmax model and call linearize.convert(model) to start from it."
+                f"{pretrained_model_name_or_path}: {len(missing)} parameters of the linearized "
+                "layers are missing, the first is "
+                f"{missing[0]}. Load the softmax model and call linearize.convert(model) to start "
+                "from it."
             )
         return (model, info) if output_loading_info else model
 
 
 def _cache_of(arguments):
-    return next((arguments[name] for name in ("cache", "past_key_values") if arguments.get(name) is not None), None)
+    return next(
+        (
+            arguments[name]
+            for name in ("cache", "past_key_values")
+            if arguments.get(name) is not None
+        ),
+        None,
+    )
 
 
 def _positions_from_mask(mask, arguments):
     """position_ids [B, T] that do not count padding, or None where the model's own are right."""
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
         return None
-    tokens = next((arguments[n] for n in ("input_ids", "inputs_embeds") if arguments.get(n) is not None), None)
+    tokens = next(
+        (arguments[n] for n in ("input_ids", "inputs_embeds") if arguments.get(n) is not None), None
+    )
     if tokens is None:
         return None
     return (mask.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
@@ -183,7 +281,9 @@ def family_classes(family):
     if family in _MADE:
         return _MADE[family]
     if family not in FAMILIES:
-        raise ValueError(f"model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
+        raise ValueError(
+            f"model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}"
+        )
     base_config = CONFIG_MAPPING[family]
     base_model = MODEL_FOR_CAUSAL_LM_MAPPING[base_config]
     here = sys.modules[__name__]
@@ -194,7 +294,9 @@ def family_classes(family):
             "__module__": __name__,
             "__doc__": f"{base_config.__name__} with the section `linearize_config`.",
             "model_type": f"linearized_{family}",
-            "__annotations__": {"linearize_config": "dict | None"},  # configs become dataclasses by themselves
+            "__annotations__": {
+                "linearize_config": "dict | None"
+            },  # configs become dataclasses by themselves
             "linearize_config": None,
         },
     )
@@ -210,7 +312,10 @@ def family_classes(family):
             "__module__": __name__,
             "__doc__": f"{base_model.__name__} with linearized attention layers.",
             "config_class": config,
-            "_keep_in_fp32_modules_strict": ["linearized", *(base_model._keep_in_fp32_modules_strict or ())],
+            "_keep_in_fp32_modules_strict": [
+                "linearized",
+                *(base_model._keep_in_fp32_modules_strict or ()),
+            ],
             "_signature": inspect.signature(base_model.forward),
             "forward": forward,
         },
@@ -229,7 +334,8 @@ def family_classes(family):
 def register(families=FAMILIES):
     """Enters the families in the Auto classes.
 
-    For the installed package only: code that travels in a checkpoint must not serve every later checkpoint of its model_type.
+    For the installed package only: code that travels in a checkpoint must not serve every later
+    checkpoint of its model_type.
     """
     for family in families:
         config, model = family_classes(family)

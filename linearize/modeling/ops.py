@@ -1,22 +1,27 @@
-"""The hybrid operator in plain torch: its definition, its recurrent form, and the parts that its forms share.
+"""The hybrid operator in plain torch: its definition, its recurrent form, and the parts that its
+forms share.
 
-Legend: B batch, H query heads, G key/value heads, HS state heads (G, or H when every query head has its own map of k),
-R = H / HS, T tokens, D head size, Dv value size, F features, C chunk, W window, N sinks, P = max(W - 1, 0) earlier tokens
-that a window needs. Layout [B, H, T, D]. Scores, features, normaliser and state are fp32 (fp64 for fp64 input).
+Legend: B batch, H query heads, G key/value heads, HS state heads (G, or H when every query head has
+its own map of k), R = H / HS, T tokens, D head size, Dv value size, F features, C chunk, W window,
+N sinks, P = max(W - 1, 0) earlier tokens that a window needs. Layout [B, H, T, D]. Scores,
+features, normaliser and state are fp32 (fp64 for fp64 input).
 
 For a query t of one document, with positions counted among the valid tokens of the document,
 
     E_t    the last W positions including t, and the first N positions: exact weights
     Lin_t  every other position <= t: linear weights
     m_t    the largest score s_ts over E_t
-    a_ts = exp(beta + alpha m_t) exp(s_ts - m_t)  on E_t,     a_ts = phi_q(q_t) . phi_k(k_s)  on Lin_t
+    a_ts = exp(beta + alpha m_t) exp(s_ts - m_t)  on E_t
+    a_ts = phi_q(q_t) . phi_k(k_s)                on Lin_t
     o_t  = sum_s a_ts v_s / sum_s a_ts
 
-The three mixing rules are this one formula: `calibrated` learns beta and alpha per head, `lolcats` (Zhang et al. 2024,
-arXiv:2410.10254) has alpha = 0 and exp(beta) = sigmoid(w), `kernel` has alpha = 1. m_t is part of the function, so gradients
-flow through it. See docs/concepts.md. The chunked form is in `chunked`.
+The three mixing rules are this one formula: `calibrated` learns beta and alpha per head, `lolcats`
+(Zhang et al. 2024, arXiv:2410.10254) has alpha = 0 and exp(beta) = sigmoid(w), `kernel` has alpha =
+1. m_t is part of the function, so gradients flow through it. See docs/concepts.md. The chunked form
+is in `chunked`.
 
-The fast forms compute the exact part and the linear part apart, each with the logarithm of its mass, and join them by
+The fast forms compute the exact part and the linear part apart, each with the logarithm of its
+mass, and join them by
 
     o = share o_exact + (1 - share) o_linear,    share = sigmoid(log mass_exact - log mass_linear)
 
@@ -31,16 +36,19 @@ import torch
 import torch.nn.functional as F
 
 NEGLIGIBLE = -80.0  # exp of it, against a sum of at least 1, is below the resolution of fp64
-EMPTY = -1e30  # the logarithm of an empty sum: finite, so that differences and gradients stay finite
+EMPTY = (
+    -1e30
+)  # the logarithm of an empty sum: finite, so that differences and gradients stay finite
 
 
 @dataclass(frozen=True)
 class Hybrid:
     """What the operator is, apart from its inputs.
 
-    phi_q maps [B, H, T, D] to [B, H, T, F], phi_k maps [B, HS, T, D] to [B, HS, T, F]; both give log features if
-    `log_space`. beta and alpha are [H]; sink_logit [H] is the learned extra logit that some teachers keep in every row's
-    normaliser (a key with value zero). `linear=False` leaves the linear part out.
+    phi_q maps [B, H, T, D] to [B, H, T, F], phi_k maps [B, HS, T, D] to [B, HS, T, F]; both give
+    log features if `log_space`. beta and alpha are [H]; sink_logit [H] is the learned extra logit
+    that some teachers keep in every row's normaliser (a key with value zero). `linear=False` leaves
+    the linear part out.
     """
 
     phi_q: Callable
@@ -73,8 +81,8 @@ class Hybrid:
 class State(NamedTuple):
     """All that later tokens need: constant in size.
 
-    S and z hold the tokens that have left the window. For maps in log space feature f of both is scaled by
-    exp(-shift_f), shift_f the largest log feature so far; other maps have an empty shift.
+    S and z hold the tokens that have left the window. For maps in log space feature f of both is
+    scaled by exp(-shift_f), shift_f the largest log feature so far; other maps have an empty shift.
     """
 
     S: torch.Tensor  # [B, HS, F, Dv] fp32
@@ -115,9 +123,12 @@ def empty_state(op, q, k, v, num_features):
     )
 
 
-# ------------------------------------------------------------------------------------------------ definition
+# --------------------------------------------------------------------------------------- definition
 def positions(valid, documents):
-    """Positions [B, T] among the valid tokens of each document. valid [B, T] bool; documents [B, T] int or None."""
+    """Positions [B, T] among the valid tokens of each document.
+
+    valid [B, T] bool; documents [B, T] int or None.
+    """
     count = valid.long().cumsum(1) - 1
     if documents is None:
         return count
@@ -127,7 +138,8 @@ def positions(valid, documents):
 
 
 def masks(valid, documents, window, sinks, queries=None):
-    """Which pairs are exact and which are linear: two bool masks [B, Q, T]; each causal pair is in exactly one.
+    """Which pairs are exact and which are linear: two bool masks [B, Q, T]; each causal pair is in
+    exactly one.
 
     queries [B, Q] are indices into T, all rows by default.
     """
@@ -135,7 +147,11 @@ def masks(valid, documents, window, sinks, queries=None):
     place = positions(valid, documents)
     index = torch.arange(T, device=valid.device).expand(B, T)
     queries = index if queries is None else queries
-    seen = (index[:, None] <= queries[..., None]) & valid[:, None] & valid.gather(1, queries)[..., None]
+    seen = (
+        (index[:, None] <= queries[..., None])
+        & valid[:, None]
+        & valid.gather(1, queries)[..., None]
+    )
     if documents is not None:
         seen = seen & (documents[:, None] == documents.gather(1, queries)[..., None])
     age = place.gather(1, queries)[..., None] - place[:, None]  # [B, Q, T]
@@ -144,11 +160,13 @@ def masks(valid, documents, window, sinks, queries=None):
 
 
 def hybrid_quadratic(op, q, k, v, *, valid=None, documents=None, queries=None):
-    """The definition, row by row, for all queries or for some: every weight is formed. O(Q T) memory.
+    """The definition, row by row, for all queries or for some: every weight is formed. O(Q T)
+    memory.
 
-    q [B, H, T, D]; k [B, G, T, D]; v [B, G, T, Dv]; valid [B, T] bool, documents [B, T] int, queries [B, Q] int64 indices.
-    Returns Rows. For maps in log space one shift per feature covers all keys: exact in exact arithmetic, but a key far
-    above the visible ones costs digits; the chunked form has no such limit.
+    q [B, H, T, D]; k [B, G, T, D]; v [B, G, T, Dv]; valid [B, T] bool, documents [B, T] int,
+    queries [B, Q] int64 indices. Returns Rows. For maps in log space one shift per feature covers
+    all keys: exact in exact arithmetic, but a key far above the visible ones costs digits; the
+    chunked form has no such limit.
     """
     B, H, T, D = q.shape
     valid = torch.ones(B, T, dtype=torch.bool, device=q.device) if valid is None else valid
@@ -156,9 +174,13 @@ def hybrid_quadratic(op, q, k, v, *, valid=None, documents=None, queries=None):
     if queries is not None:
         q = q.gather(2, queries[:, None, :, None].expand(B, H, -1, D))
     wide, G = compute_dtype(q), k.shape[1]
-    scores = op.scores((group(q.to(wide), G) @ k.to(wide).mT.unsqueeze(2)).flatten(1, 2))  # [B, H, Q, T]
+    scores = op.scores(
+        (group(q.to(wide), G) @ k.to(wide).mT.unsqueeze(2)).flatten(1, 2)
+    )  # [B, H, Q, T]
     scores = scores.masked_fill(~exact, EMPTY)
-    beta, alpha, sink_logit = (None if p is None else p.to(wide)[:, None, None] for p in op.per_head)
+    beta, alpha, sink_logit = (
+        None if p is None else p.to(wide)[:, None, None] for p in op.per_head
+    )
     if sink_logit is not None:  # one more exact key, with value zero
         scores = torch.cat([scores, sink_logit.expand(B, -1, scores.shape[2], -1)], -1)
     top = scores.amax(-1, keepdim=True).clamp(min=EMPTY / 10)
@@ -167,7 +189,9 @@ def hybrid_quadratic(op, q, k, v, *, valid=None, documents=None, queries=None):
     if op.linear:
         log_a = torch.where(linear, _linear_log_weights(op, q, k), log_a)
     total = torch.cat([log_a, extra], -1).logsumexp(-1, keepdim=True)
-    log_weights = torch.where(log_a > EMPTY / 2, log_a - total, EMPTY)  # all EMPTY in a row without any weight
+    log_weights = torch.where(
+        log_a > EMPTY / 2, log_a - total, EMPTY
+    )  # all EMPTY in a row without any weight
     weights = log_weights.exp()
     out = (group(weights, G) @ v.to(wide).unsqueeze(2)).flatten(1, 2)
     return Rows(out.to(v.dtype), log_weights, (weights * linear).sum(-1))
@@ -180,7 +204,9 @@ def group(x, heads):
 
 def state_heads_of(op, x):
     """Keys or values [B, G, T, .] repeated for the heads that own a state, [B, HS, T, .]."""
-    return x if x.shape[1] == op.state_heads else x.repeat_interleave(op.state_heads // x.shape[1], 1)
+    return (
+        x if x.shape[1] == op.state_heads else x.repeat_interleave(op.state_heads // x.shape[1], 1)
+    )
 
 
 def _linear_log_weights(op, q, k):
@@ -196,7 +222,10 @@ def _linear_log_weights(op, q, k):
 
 
 def _counts(x):
-    """Where a sum of linear weights counts as one. Below about 1e-28 (fp32) it is zero: the gradient 1 / x would overflow."""
+    """Where a sum of linear weights counts as one.
+
+    Below about 1e-28 (fp32) it is zero: the gradient 1 / x would overflow.
+    """
     return x > torch.finfo(x.dtype).tiny ** 0.75
 
 
@@ -205,9 +234,11 @@ def _log(x):
     return torch.where(_counts(x), torch.where(_counts(x), x, 1).log(), EMPTY)
 
 
-# ------------------------------------------------------------------------------------------------ joining the parts
+# -------------------------------------------------------------------------------- joining the parts
 def join(op, exact, linear):
-    """One output from the exact part (o, log mass) and the linear part (o, log mass); masses [..., 1]."""
+    """One output from the exact part (o, log mass) and the linear part (o, log mass); masses [...,
+    1].
+    """
     if linear is None:
         return exact[0]
     if exact is None:
@@ -219,11 +250,14 @@ def join(op, exact, linear):
 def exact_part(op, q, k, v, mask, beta, alpha, sink_logit):
     """(output, log mass) of exact attention of rows q [..., R C, D] on the keys k, v [..., U, .].
 
-    mask [..., 1, C, U] is bool, or None if C = 1 and every row sees every key; beta, alpha, sink_logit broadcast over [..., R, C, 1]. A row without a key gives 0 and EMPTY.
-    Masks are sums and products and the argument of exp has a floor, because selections, and exponentials that underflow,
-    cost a CPU ten times as much.
+    mask [..., 1, C, U] is bool, or None if C = 1 and every row sees every key; beta, alpha,
+    sink_logit broadcast over [..., R, C, 1]. A row without a key gives 0 and EMPTY. Masks are sums
+    and products and the argument of exp has a floor, because selections, and exponentials that
+    underflow, cost a CPU ten times as much.
     """
-    scores = op.scores(q @ k.mT).unflatten(-2, (-1, 1 if mask is None else mask.shape[-2]))  # [..., R, C, U]
+    scores = op.scores(q @ k.mT).unflatten(
+        -2, (-1, 1 if mask is None else mask.shape[-2])
+    )  # [..., R, C, U]
     if mask is not None:
         there = mask.to(q.dtype)
         scores = scores + (there - 1) * -EMPTY
@@ -250,9 +284,11 @@ def linear_part(num, den, scale=0.0):
     return num / torch.where(_counts(den), den, 1), _log(den) + scale
 
 
-# ------------------------------------------------------------------------------------------------ recurrent form
+# ----------------------------------------------------------------------------------- recurrent form
 def fold(op, state, k, v, weight=None):
-    """(S, z, shift) after the tokens k [B, G, n, D], v [B, G, n, Dv] with weights [B, n] in {0, 1} have been added."""
+    """(S, z, shift) after the tokens k [B, G, n, D], v [B, G, n, Dv] with weights [B, n] in {0, 1}
+    have been added.
+    """
     S, z, shift = state.S, state.z, state.shift
     features, values = op.phi_k(state_heads_of(op, k)), state_heads_of(op, v).to(S.dtype)
     if op.log_space:
@@ -267,9 +303,11 @@ def fold(op, state, k, v, weight=None):
 
 
 def hybrid_step(op, q, k, v, state, *, settled=False):
-    """One valid token per row. q [B, H, 1, D]; k [B, G, 1, D]; v [B, G, 1, Dv]. Returns (o [B, H, 1, Dv], state).
+    """One valid token per row. q [B, H, 1, D]; k [B, G, 1, D]; v [B, G, 1, Dv]. Returns (o [B, H,
+    1, Dv], state).
 
-    settled says that every row has seen W + N tokens, so that sinks and window are full and nothing needs a mask.
+    settled says that every row has seen W + N tokens, so that sinks and window are full and nothing
+    needs a mask.
     """
     G, wide, N, P = k.shape[1], compute_dtype(q), op.sinks, op.past
     sink_k, sink_v, seen = state.sink_k, state.sink_v, state.seen
@@ -281,7 +319,9 @@ def hybrid_step(op, q, k, v, state, *, settled=False):
         sink_k, sink_v = torch.where(arrives, k, sink_k), torch.where(arrives, v, sink_v)
     leaves = None if settled else (place >= N)[:, None]
     S, z, shift = fold(op, state, leaving_k, leaving_v, leaves) if op.linear else state[:3]
-    read = (state.S, state.z, state.shift) if op.window else (S, z, shift)  # without a window a token reads itself
+    read = (
+        (state.S, state.z, state.shift) if op.window else (S, z, shift)
+    )  # without a window a token reads itself
 
     exact = None
     if N or op.window:
@@ -311,7 +351,9 @@ def hybrid_step(op, q, k, v, state, *, settled=False):
 
 
 def _step_mask(op, seen):
-    """Which of the sinks, and of the window's W keys if there is a window, the next token sees: [B, 1, 1, 1, N + W]."""
+    """Which of the sinks, and of the window's W keys if there is a window, the next token sees: [B,
+    1, 1, 1, N + W].
+    """
     sinks = torch.arange(op.sinks, device=seen.device) <= seen[:, None]
     window = torch.arange(op.window, device=seen.device) + (seen - op.past)[:, None] >= op.sinks
     return torch.cat([sinks, window], 1)[:, None, None, None]

@@ -1,13 +1,18 @@
 import pytest
+from conftest import random_ids, tiny_linearized, tiny_llama
 from transformers import DynamicCache
 
-from conftest import random_ids, tiny_linearized, tiny_llama
 from linearize.evaluation.efficiency import cache_bytes, efficiency
 
 
 def test_the_report_holds_both_models_and_consistent_ratios():
     result = efficiency(
-        tiny_linearized(), contexts=(16, 64), prefills=(16, 32), transfer_tokens=32, decode_tokens=2, rounds=1
+        tiny_linearized(),
+        contexts=(16, 64),
+        prefills=(16, 32),
+        transfer_tokens=32,
+        decode_tokens=2,
+        rounds=1,
     )
     assert [row["context"] for row in result["decode"]] == [16, 64]
     assert [row["tokens"] for row in result["prefill"]] == [16, 32]
@@ -15,12 +20,19 @@ def test_the_report_holds_both_models_and_consistent_ratios():
         assert row["speedup"] == pytest.approx(row["teacher_s"] / row["converted_s"])
         assert row["converted_s"] > 0
     step = result["transfer_step"]
-    assert step["tokens"] == 32 and step["ratio"] == pytest.approx(step["step_s"] / step["teacher_s"])
+    assert step["tokens"] == 32 and step["ratio"] == pytest.approx(
+        step["step_s"] / step["teacher_s"]
+    )
 
 
 def test_the_converted_cache_is_constant_and_the_softmax_cache_grows():
     short, long = efficiency(
-        tiny_linearized(), contexts=(16, 64), prefills=(16,), transfer_tokens=32, decode_tokens=1, rounds=1
+        tiny_linearized(),
+        contexts=(16, 64),
+        prefills=(16,),
+        transfer_tokens=32,
+        decode_tokens=1,
+        rounds=1,
     )["decode"]
     assert short["converted_cache_bytes"] == long["converted_cache_bytes"]
     # 2 layers, keys and values, 2 heads of size 8, fp32; the context and the two decoded tokens

@@ -14,15 +14,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from linearize import branches, convert, teacher
 from linearize.modeling.attention import (
     LinearizedHeads,
-    documents_of,
     linearized_modules,
-    padding_of,
     softmax_attention,
     transfer,
 )
+from linearize.modeling.chunked import hybrid_chunked, hybrid_packed
 from linearize.modeling.configuration_linearized import MIXING_RULES, LinearizeConfig
 from linearize.modeling.feature_maps import FEATURE_MAPS
-from linearize.modeling.chunked import hybrid_chunked, hybrid_packed
+from linearize.modeling.masking import documents_of, padding_of
 from linearize.modeling.ops import Rows, hybrid_quadratic
 
 GEOMETRY = {

@@ -11,8 +11,9 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 from transformers.cache_utils import Cache, QuantizedLayer
 
 from linearize import branches, convert, teacher
-from linearize.modeling.attention import check_mask, linearized_modules
+from linearize.modeling.attention import linearized_modules
 from linearize.modeling.cache import LinearizedLayer
+from linearize.modeling.masking import check_mask
 
 STEPS = 12
 GENERATE = dict(do_sample=False, max_new_tokens=STEPS, eos_token_id=None, pad_token_id=0)

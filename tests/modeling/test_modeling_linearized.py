@@ -41,7 +41,7 @@ from linearize.modeling.modeling_linearized import FAMILIES, family_classes
 GENERATE = dict(max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None)
 CODE = {
     "attention.py", "cache.py", "configuration_linearized.py", "feature_maps.py",
-    "chunked.py", "modeling_linearized.py", "ops.py",
+    "chunked.py", "masking.py", "modeling_linearized.py", "ops.py",
 }  # fmt: skip
 
 

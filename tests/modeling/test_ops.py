@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import FLOAT64, FLOAT64_GRADIENT
 
+from linearize.modeling.chunked import advance, hybrid_chunked
 from linearize.modeling.configuration_linearized import K_MAPS, MIXING_RULES
 from linearize.modeling.feature_maps import FEATURE_MAPS
-from linearize.modeling.chunked import advance, hybrid_chunked
 from linearize.modeling.ops import hybrid_quadratic, hybrid_recurrent, masks
 
 MAPS = list(FEATURE_MAPS)
@@ -152,7 +152,7 @@ def test_definition_with_every_option(data):
         st.fixed_dictionaries(
             dict(
                 feature_map=st.sampled_from(MAPS), mixing=st.sampled_from(MIXING_RULES),
-                tokens=st.integers(1, 12), window=st.integers(1, 5),
+                tokens=st.integers(1, 12), window=st.integers(1, 3),
                 sinks=st.sampled_from([0, 2, 9]), kv_heads=st.sampled_from([1, 2, 4]),
                 k_map=st.sampled_from(K_MAPS), softcap=st.sampled_from([None, 0.7]),
                 linear=st.booleans(), sink_logit=st.booleans(), seed=st.integers(0, 99),
@@ -164,7 +164,7 @@ def test_definition_with_every_option(data):
     valid = torch.tensor(data.draw(st.lists(st.booleans(), min_size=2 * T, max_size=2 * T))).view(
         2, T
     )
-    lengths = data.draw(st.lists(st.integers(1, 5), min_size=T, max_size=T))
+    lengths = data.draw(st.lists(st.integers(1, 9), min_size=T, max_size=T))
     documents = torch.repeat_interleave(torch.arange(T), torch.tensor(lengths))[:T].expand(2, T)
     rows = hybrid_quadratic(case.op, *case.qkv, valid=valid, documents=documents)
     out, weights = define(case, *case.qkv, valid=valid, documents=documents)
@@ -183,6 +183,13 @@ def test_definition_for_some_queries(name):
         index = queries[:, None].expand(-1, 4, -1)
         index = index if whole.ndim == 3 else index[..., None].expand(-1, -1, -1, whole.shape[-1])
         assert distance(part, whole.gather(2, index)) < FLOAT64
+
+
+def test_positions_count_the_valid_tokens_of_each_document():
+    valid = torch.tensor([[1, 1, 0, 1, 1, 1], [0, 1, 1, 0, 1, 1]], dtype=torch.bool)
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1], [5, 5, 5, 2, 2, 2]])
+    assert positions(valid, None).tolist() == [[0, 1, 1, 2, 3, 4], [-1, 0, 1, 1, 2, 3]]
+    assert positions(valid, documents).tolist() == [[0, 1, 1, 2, 0, 1], [-1, 0, 1, -1, 0, 1]]
 
 
 @pytest.mark.parametrize("window", [0, 1, 4, 7])

@@ -21,9 +21,9 @@ from tolerances import (
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from linearize.modeling.chunked import hybrid_chunked, hybrid_packed
 from linearize.modeling.configuration_linearized import MIXING_RULES
 from linearize.modeling.feature_maps import FEATURE_MAPS
-from linearize.modeling.chunked import hybrid_chunked, hybrid_packed
 from linearize.modeling.ops import hybrid_quadratic, hybrid_recurrent, hybrid_step, masks
 
 MAPS = list(FEATURE_MAPS)
