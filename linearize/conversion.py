@@ -44,9 +44,7 @@ def check_family(config):
         reason = "it is an encoder-decoder; only decoder-only language models are converted"
     elif config.get_text_config(decoder=True) is not config:
         inner = config.get_text_config(decoder=True).model_type
-        reason = (
-            f"it wraps a text model ({inner}) in a multimodal one; load and convert the text model"
-        )
+        reason = f"it is a multimodal one; load the text model ({inner}) and convert that"
     elif kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         reason = "transformers has no causal language model of this type"
     elif not getattr(config, "is_decoder", True):
