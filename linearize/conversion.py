@@ -54,6 +54,32 @@ def check_family(config):
     raise ValueError(f"model_type {kind!r} cannot be converted: {reason}. {supported}")
 
 
+def check_model(model):
+    """Refuses what cannot be converted, or not as it was loaded.
+
+    Raises:
+        ValueError: the family, the class, the devices or the quantisation of the model, and what to
+        do.
+    """
+    check_family(model.config)
+    expected = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
+    if not isinstance(model, expected):
+        raise ValueError(
+            f"{type(model).__name__} cannot be converted, but {expected.__name__} can; load it "
+            "with AutoModelForCausalLM, and merge adapters before (merge_and_unload)"
+        )
+    if len({p.device for p in model.parameters()}) > 1:
+        raise ValueError(
+            "the model is spread over several devices, or offloaded; load it onto one device and "
+            "convert it there"
+        )
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError(
+            "the model is quantized, and its weights cannot be taken over; load it dequantized "
+            "(for GGUF: quantization_config=GgufConfig(dequantize=True))"
+        )
+
+
 def probe_geometry(model):
     """What reaches the attention function in each layer, seen in one forward of 4 tokens.
 
@@ -189,24 +215,7 @@ def convert(
     Raises:
         ValueError: a family, layer or option that is not possible.
     """
-    check_family(model.config)
-    expected = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
-    if not isinstance(model, expected):
-        raise ValueError(
-            f"{type(model).__name__} cannot be converted, but {expected.__name__} can; load it "
-            "with AutoModelForCausalLM, "
-            "and merge adapters before (merge_and_unload)"
-        )
-    if len({p.device for p in model.parameters()}) > 1:
-        raise ValueError(
-            "the model is spread over several devices, or offloaded; load it onto one device and "
-            "convert it there"
-        )
-    if getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError(
-            "the model is quantized, and its weights cannot be taken over; load it dequantized "
-            "(for GGUF: quantization_config=GgufConfig(dequantize=True))"
-        )
+    check_model(model)
     geometry = probe_geometry(model)
     chosen = resolve_layers(layers, geometry)
     config_class, model_class = family_classes(model.config.model_type)

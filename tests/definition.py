@@ -167,21 +167,18 @@ def make_case(
     )  # fmt: skip
     module = LinearizedHeads(section, 0)
     module.reset_parameters()
-    module.to(torch.promote_types(dtype, torch.float32))
+    wide = torch.promote_types(dtype, torch.float32)
+    module.to(wide)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += 0.5 * normal(*parameter.shape).to(parameter.dtype)
-    extra = normal(heads).to(module_dtype(module)).requires_grad_() if sink_logit else None
+    extra = normal(heads).to(wide).requires_grad_() if sink_logit else None
     op = module.operator(scaling=dim**-0.5, softcap=softcap, sink_logit=extra, linear=linear)
     q, k, v = (
         (size * normal(batch, n, tokens, d)).to(dtype).requires_grad_()
         for n, d in ((heads, dim), (kv_heads, dim), (kv_heads, v_dim))
     )
     return Case(feature_map, module, replace(op, window=window), q, k, v)
-
-
-def module_dtype(module):
-    return next(module.parameters()).dtype
 
 
 def distance(a, b):

@@ -13,7 +13,7 @@ from tolerances import FLOAT64, FLOAT64_GRADIENT
 from linearize.modeling.chunked import advance, hybrid_chunked
 from linearize.modeling.configuration_linearized import K_MAPS, MIXING_RULES
 from linearize.modeling.feature_maps import FEATURE_MAPS
-from linearize.modeling.ops import hybrid_quadratic, hybrid_recurrent, masks
+from linearize.modeling.ops import hybrid_quadratic, hybrid_recurrent, masks, positions
 
 MAPS = list(FEATURE_MAPS)
 many = settings(max_examples=20, deadline=None, derandomize=True)
