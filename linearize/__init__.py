@@ -19,6 +19,7 @@ _LAZY = {  # loaded on first use: they need peft, datasets or pydantic
     "inspect": "linearize.inspection",
     "load_recipe": "linearize.recipe",
     "run": "linearize.stages",
+    "save_adapter": "linearize.checkpoint",
     "transfer_attention": "linearize.transfer",
 }
 __all__ = ["FEATURE_MAPS", "branches", "convert", "teacher", *_LAZY]
