@@ -19,7 +19,7 @@ from linearize.losses import (
     with_gradient,
 )
 from linearize.modeling.attention import linearized_modules, transfer
-from linearize.modeling.ops import EMPTY, compute_dtype, positions
+from linearize.modeling.ops import compute_dtype, linear_part, positions
 from linearize.training import collate, preserved, train
 
 LOSSES = ("output", "attention", "both")
@@ -318,11 +318,9 @@ def _linear_rows(op, q, k, v, there):
         2, features_q.shape[2:4]
     )  # [B, HS, R, Q, T]
     weights = weights * there[:, None, None].to(weights.dtype)
-    mass = weights.sum(-1, keepdim=True)
-    positive = mass > 0  # a map may give every key zero
-    mass = torch.where(positive, mass, 1)
-    out = (weights.flatten(2, 3) @ v.to(weights.dtype)).unflatten(2, weights.shape[2:4]) / mass
-    return out.flatten(1, 2), torch.where(positive, mass.log() + scale, EMPTY).flatten(1, 2)
+    num = (weights.flatten(2, 3) @ v.to(weights.dtype)).unflatten(2, weights.shape[2:4])
+    out, log_mass = linear_part(num, weights.sum(-1, keepdim=True), scale)
+    return out.flatten(1, 2), log_mass.flatten(1, 2)
 
 
 # ----------------------------------------------------------------------------------- which queries

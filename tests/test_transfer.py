@@ -205,6 +205,22 @@ def test_student_rows_equal_the_definition(feature_map, mixing, k_map, sinks):
             assert torch.allclose(x, y, rtol=FLOAT64_GRADIENT, atol=FLOAT64_GRADIENT), name
 
 
+@pytest.mark.parametrize("size", [20.0, 80.0])
+@pytest.mark.parametrize("mixing", MIXING_RULES)
+@pytest.mark.parametrize("feature_map", ["hedgehog", "hedgehog_exp"])
+def test_student_rows_stay_finite_for_extreme_inputs(feature_map, mixing, size):
+    """Sums of features that underflow count as zero, in the output and in the gradient."""
+    case = make_case(feature_map, mixing, tokens=64)
+    heads = case.heads.float()
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (size * torch.randn(x.shape, generator=generator) for x in case.qkv)
+    queries = torch.arange(20, 64).expand(len(q), -1)
+    out = student_output(heads, q, k, v, queries, scaling=case.op.scaling)
+    out.sum().backward()
+    assert out.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in heads.parameters() if p.grad is not None)
+
+
 def test_losses_of_padded_rows_come_from_the_definition():
     """A padded batch gives the loss of its rows alone."""
     model = tiny_linearized()

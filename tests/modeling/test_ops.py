@@ -13,7 +13,7 @@ from tolerances import FLOAT64, FLOAT64_GRADIENT
 from linearize.modeling.chunked import advance, hybrid_chunked
 from linearize.modeling.configuration_linearized import K_MAPS, MIXING_RULES
 from linearize.modeling.feature_maps import FEATURE_MAPS
-from linearize.modeling.ops import hybrid_quadratic, hybrid_recurrent, masks, positions
+from linearize.modeling.ops import hybrid_quadratic, hybrid_recurrent, hybrid_step, masks, positions
 
 MAPS = list(FEATURE_MAPS)
 many = settings(max_examples=20, deadline=None, derandomize=True)
@@ -271,6 +271,25 @@ def test_any_split_over_calls(data):
         at += length
     assert_same(case, torch.cat(outs, 2), whole)
     assert_same_state(state, last)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(4, 2), (1, 0), (1, 3), (5, 0)])
+@pytest.mark.parametrize("name", MAPS)
+def test_step_without_masks_once_sinks_and_window_are_full(name, window, sinks):
+    case = make_case(name, tokens=window + sinks + 5, window=window, sinks=sinks, sink_logit=True)
+    full = window + sinks
+    state = recurrent(first_tokens(case, full))[1]
+    for t in range(full, full + 5):
+        token = [x[:, :, t : t + 1] for x in case.qkv]
+        expected, after = hybrid_step(case.op, *token, state)
+        out, state = hybrid_step(case.op, *token, state, settled=True)
+        assert distance(out, expected) < FLOAT64
+        assert_same_state(state, after)
+
+
+def first_tokens(case, count):
+    q, k, v = (x[:, :, :count] for x in case.qkv)
+    return replace(case, q=q, k=k, v=v)
 
 
 @pytest.mark.parametrize("name", MAPS)
