@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -218,7 +218,14 @@ def main(arguments: list[str] | None = None) -> None:
             raise SystemExit(2) from None
 
 
-def _print_warning(message: Warning | str, category: type[Warning], *place: Any) -> None:
+def _print_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     if issubclass(category, UserWarning):
         _to_stderr(f"warning: {message}")
 

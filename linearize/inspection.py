@@ -60,7 +60,8 @@ def inspect(
         raise ValueError(f"dtype: {dtype!r} is not known; choose one of {', '.join(DTYPES)}")
     if not isinstance(model, nn.Module):
         model = build_empty(model, revision=revision, trust_remote_code=trust_remote_code)
-    wanted = model.config.dtype or torch.float32 if dtype == "auto" else DTYPES[dtype]
+    own: Any = model.config.dtype or torch.float32
+    wanted = own if dtype == "auto" else DTYPES[dtype]
     check_family(model.config)
     geometry = probe_geometry(model)
     chosen = resolve_layers(layers, geometry)

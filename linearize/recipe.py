@@ -318,10 +318,10 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 def describe() -> Iterator[tuple[str, str, str]]:
     """Yields (key, default, meaning) of everything that a recipe can say, in order."""
     for key, field in _fields(Recipe):
-        is_section = _section_of(field.annotation) is not None
-        default = "" if is_section or field.is_required() else _yaml(field.default)
-        meaning = field.description or (_section_of(field.annotation).__doc__ if is_section else "")
-        yield key, default, meaning
+        section = _section_of(field.annotation)
+        default = "" if section or field.is_required() else _yaml(field.default)
+        meaning = field.description or (section.__doc__ if section else "")
+        yield key, default, meaning or ""
 
 
 def json_schema() -> dict[str, Any]:

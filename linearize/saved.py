@@ -54,7 +54,7 @@ def evaluate(
     """
     if not efficiency and text is None:
         raise ValueError("evaluate: nothing to measure; name a text, or ask for efficiency")
-    documents = read_evaluation_text(text) if isinstance(text, str | Path) else text
+    documents = read_evaluation_text(text) if isinstance(text, str | Path) else text or ()
     options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     if not isinstance(model, nn.Module):
         model, tokenizer = loading.load(model, **options)

@@ -90,7 +90,7 @@ class _Job:
         self.training, self.progress = training, training["progress"]
         self.gradient_checkpointing = gradient_checkpointing
         self.splits: Splits | None = None
-        self.text: Sequence[Any] | None = None
+        self.text: Sequence[Any] = ()
 
     def run(self) -> None:
         """Takes every step that an earlier call has not taken."""
@@ -155,6 +155,7 @@ class _Job:
         section = self.recipe.data
         shared = {"length": section.length, "held_out": section.held_out, "seed": self.recipe.seed}
         if section.sources == (SELF,):
+            assert section.max_tokens is not None, "the recipe checks it"
             logger.info("the teacher writes %s tokens", f"{section.max_tokens:,}")
             return generate_data(
                 model,
