@@ -79,7 +79,7 @@ def test_a_short_transfer_makes_the_converted_model_far_better(finished, smollm2
 def test_the_control_answers_like_the_teacher(finished):
     control = finished[1]["ablation"]["control"]
     assert control["kl_to_teacher"] < 0.01  # bf16
-    assert control["top1_agreement"] > 0.97
+    assert control["top1_agreement"] > 0.95
 
 
 def test_a_fresh_process_scores_the_saved_model_the_same(finished, corpus):
