@@ -202,8 +202,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     LINEARIZE_DEBUG=1 shows the traceback.
     """
+    import torch
     from transformers.utils import logging as transformers_logging
 
+    torch.set_flush_denormal(True)  # sharp feature maps underflow, and a CPU is slow at that
     transformers_logging.disable_progress_bar()  # of shards; ours and those of downloads stay
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("linearize").setLevel(logging.INFO)
