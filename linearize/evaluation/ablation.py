@@ -31,7 +31,6 @@ from tqdm.auto import tqdm
 from linearize.conversion import convert
 from linearize.evaluation.perplexity import (
     check_length,
-    evaluating,
     exponential,
     head_logits,
     mean_and_se,
@@ -41,6 +40,7 @@ from linearize.evaluation.perplexity import (
 from linearize.evaluation.windows import UNSCORED, Documents, read_text
 from linearize.modeling.attention import branches, linearized_modules, teacher
 from linearize.modeling.configuration_linearized import LinearizeConfig
+from linearize.training import evaluating
 
 ROWS = ("teacher", "converted", "window_only", "linear_only", "swa_sinks", "control")
 FLOOR_SINKS = 4

@@ -7,8 +7,7 @@ numbers (llama.cpp scores half of each chunk): compare results where `check_comp
 """
 
 import math
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from tqdm.auto import tqdm
 from transformers.utils import ModelOutput
 
 from linearize.evaluation.windows import UNSCORED, Documents, read_text
+from linearize.training import evaluating
 
 PROTOCOL = ("length", "stride", "bos", "num_tokens", "sha256")
 
@@ -116,18 +116,6 @@ def json_ready(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Generator[None]:
-    """Runs the block without gradients and with the model in evaluation mode."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
 
 
 def check_length(model: nn.Module, length: int) -> None:
