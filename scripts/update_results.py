@@ -37,6 +37,8 @@ def main():
         replace(ROOT / "docs" / "results.md", options.section, text)
         return
     results = json.loads((options.source / "results.json").read_text())
+    recipe = (options.source / "recipe.yaml").read_text()
+    results["evaluation_text"] = re.search(r"^  text: (.*)$", recipe, re.MULTILINE).group(1)
     replace(ROOT / "docs" / "results.md", options.section, run_section(results))
     if options.section == "smollm2":
         replace(ROOT / "README.md", "results", readme_section(results))
@@ -58,7 +60,7 @@ def replace(path, name, text):
 
 def run_section(results):
     """Everything worth knowing of a run, as Markdown."""
-    parts = [provenance(results)]
+    parts = [provenance(results), protocol(results)]
     for key, title in STAGES.items():
         if key in results:
             parts += [f"**{title}**" + closed(results, key), ablation_table(results[key])]
@@ -74,14 +76,23 @@ def run_section(results):
 
 def readme_section(results):
     """The table of the README: perplexity, divergence and agreement of the result."""
+    title = "SmolLM2-135M-Instruct, every layer converted, W = 64, 4 sinks"
     return "\n\n".join(
         [
-            "SmolLM2-135M-Instruct, every layer converted, W = 64, 4 sinks; WikiText-2 raw test at "
-            "length 1024" + closed(results, "ablation"),
+            title + closed(results, "ablation") + ". " + protocol(results),
             ablation_table(results["ablation"]),
-            provenance(results)
-            + " More, and how to reproduce it: [docs/results.md](docs/results.md).",
+            provenance(results) + " How to reproduce it: [docs/results.md](docs/results.md).",
         ]
+    )
+
+
+def protocol(results):
+    """What was scored."""
+    row = results["ablation"]["teacher"]
+    text = Path(results["evaluation_text"]).name if "evaluation_text" in results else "the text"
+    return (
+        f"Scored: the first {row['num_tokens']:,} tokens of {text}, in windows of "
+        f"{row['length']:,} with stride {row['stride']:,}, BOS {row['bos']}."
     )
 
 
