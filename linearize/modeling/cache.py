@@ -57,7 +57,8 @@ class LinearizedLayer(CacheLayerMixin):
             self.state = state
         elif self._fits(state):
             for old, new in zip(self.state, state):
-                old.copy_(new)
+                if old is not new:
+                    old.copy_(new)
         else:  # own memory: these tensors are views into those of the whole prompt
             self.state = State(*(tensor.clone() for tensor in state))
             if not torch.compiler.is_compiling():

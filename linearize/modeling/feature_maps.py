@@ -89,7 +89,8 @@ class Hedgehog(FeatureMap):
     def forward(self, x):
         x, weight = _compute(x, self.weight)
         z = x @ weight  # [B, H, T, f]
-        return torch.cat([z.softmax(-1), (-z).softmax(-1)], dim=-1)
+        halves = torch.cat([z, -z], dim=-1).unflatten(-1, (2, -1))
+        return halves.softmax(-1).flatten(-2)
 
 
 class HedgehogExp(FeatureMap):

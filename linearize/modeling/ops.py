@@ -236,15 +236,12 @@ def _log(x):
 
 # -------------------------------------------------------------------------------- joining the parts
 def join(op, exact, linear):
-    """One output from the exact part (o, log mass) and the linear part (o, log mass); masses [...,
-    1].
-    """
+    """One output from two parts, each (output [..., Dv], log mass [..., 1]) or None."""
     if linear is None:
         return exact[0]
     if exact is None:
         return linear[0]
-    share = torch.sigmoid(exact[1] - linear[1])
-    return share * exact[0] + (1 - share) * linear[0]
+    return torch.lerp(linear[0], exact[0], torch.sigmoid(exact[1] - linear[1]))
 
 
 def exact_part(op, q, k, v, mask, beta, alpha, sink_logit):
@@ -255,9 +252,8 @@ def exact_part(op, q, k, v, mask, beta, alpha, sink_logit):
     and products and the argument of exp has a floor, because selections, and exponentials that
     underflow, cost a CPU ten times as much.
     """
-    scores = op.scores(q @ k.mT).unflatten(
-        -2, (-1, 1 if mask is None else mask.shape[-2])
-    )  # [..., R, C, U]
+    C = 1 if mask is None else mask.shape[-2]
+    scores = op.scores(q @ k.mT).unflatten(-2, (-1, C))  # [..., R, C, U]
     if mask is not None:
         there = mask.to(q.dtype)
         scores = scores + (there - 1) * -EMPTY
@@ -281,14 +277,14 @@ def exact_part(op, q, k, v, mask, beta, alpha, sink_logit):
 
 def linear_part(num, den, scale=0.0):
     """(output, log mass) from sums scaled by exp(-scale)."""
-    return num / torch.where(_counts(den), den, 1), _log(den) + scale
+    counts = _counts(den)
+    den = torch.where(counts, den, 1)
+    return num / den, torch.where(counts, den.log() + scale, EMPTY)
 
 
 # ----------------------------------------------------------------------------------- recurrent form
 def fold(op, state, k, v, weight=None):
-    """(S, z, shift) after the tokens k [B, G, n, D], v [B, G, n, Dv] with weights [B, n] in {0, 1}
-    have been added.
-    """
+    """(S, z, shift) with the tokens k [B, G, n, D], v [B, G, n, Dv] added, weight [B, n] 0 or 1."""
     S, z, shift = state.S, state.z, state.shift
     features, values = op.phi_k(state_heads_of(op, k)), state_heads_of(op, v).to(S.dtype)
     if op.log_space:
@@ -303,35 +299,34 @@ def fold(op, state, k, v, weight=None):
 
 
 def hybrid_step(op, q, k, v, state, *, settled=False):
-    """One valid token per row. q [B, H, 1, D]; k [B, G, 1, D]; v [B, G, 1, Dv]. Returns (o [B, H,
-    1, Dv], state).
+    """One valid token per row: (o [B, H, 1, Dv], state).
 
-    settled says that every row has seen W + N tokens, so that sinks and window are full and nothing
-    needs a mask.
+    q [B, H, 1, D]; k [B, G, 1, D]; v [B, G, 1, Dv]. settled says that every row has seen W + N
+    tokens, so that sinks and window are full and nothing needs a mask.
     """
     G, wide, N, P = k.shape[1], compute_dtype(q), op.sinks, op.past
     sink_k, sink_v, seen = state.sink_k, state.sink_v, state.seen
-    keys, values = torch.cat([state.window_k, k], 2), torch.cat([state.window_v, v], 2)
-    leaving_k, leaving_v = keys[:, :, :1], values[:, :, :1]  # the token that leaves the window now
-    place = seen - P  # [B], its position
     if N and not settled:
         arrives = (torch.arange(N, device=q.device) == seen[:, None])[:, None, :, None]
         sink_k, sink_v = torch.where(arrives, k, sink_k), torch.where(arrives, v, sink_v)
-    leaves = None if settled else (place >= N)[:, None]
-    S, z, shift = fold(op, state, leaving_k, leaving_v, leaves) if op.linear else state[:3]
-    read = (
-        (state.S, state.z, state.shift) if op.window else (S, z, shift)
-    )  # without a window a token reads itself
+    all_k = torch.cat([sink_k, state.window_k, k], 2)  # [B, G, N + P + 1, D]
+    all_v = torch.cat([sink_v, state.window_v, v], 2)
+    leaves = None if settled else (seen - P >= N)[:, None]
+    leaving = slice(N, N + 1)  # the token that leaves the window now
+    added = state[:3]
+    if op.linear:
+        added = fold(op, state, all_k[:, :, leaving], all_v[:, :, leaving], leaves)
+    S, z, shift = state[:3] if op.window else added  # without a window a token reads itself
 
     exact = None
     if N or op.window:
-        all_k, all_v = ([sink_k, keys], [sink_v, values]) if op.window else ([sink_k], [sink_v])
+        exact_keys = slice(None) if op.window else slice(N)
         per_head = (None if p is None else p.to(wide).view(G, -1, 1, 1) for p in op.per_head)
         exact = exact_part(
             op,
             group(q.squeeze(2), G).to(wide),
-            torch.cat(all_k, 2).to(wide),
-            torch.cat(all_v, 2).to(wide),
+            all_k[:, :, exact_keys].to(wide),
+            all_v[:, :, exact_keys].to(wide),
             None if settled else _step_mask(op, seen),
             *per_head,
         )
@@ -341,19 +336,18 @@ def hybrid_step(op, q, k, v, state, *, settled=False):
         fq = group(op.phi_q(q).squeeze(2), op.state_heads)  # [B, HS, R, F]
         scale = 0.0
         if op.log_space:
-            fq = fq + read[2].unsqueeze(2)
+            fq = fq + shift.unsqueeze(2)
             scale = fq.amax(-1, keepdim=True).detach()
             fq = (fq - scale).exp()
-        linear = linear_part(fq @ read[0], fq @ read[1].unsqueeze(-1), scale)
+        linear = linear_part(fq @ S, fq @ z.unsqueeze(-1), scale)
         linear = tuple(x.flatten(1, 2) for x in linear)
     out = join(op, exact, linear).unsqueeze(2).to(v.dtype)
-    return out, State(S, z, shift, sink_k, sink_v, keys[:, :, 1:], values[:, :, 1:], seen + 1)
+    window_k, window_v = all_k[:, :, N + 1 :], all_v[:, :, N + 1 :]
+    return out, State(*added, sink_k, sink_v, window_k, window_v, seen + 1)
 
 
 def _step_mask(op, seen):
-    """Which of the sinks, and of the window's W keys if there is a window, the next token sees: [B,
-    1, 1, 1, N + W].
-    """
+    """Which of the sinks and of the window's keys the next token sees, [B, 1, 1, 1, N + W]."""
     sinks = torch.arange(op.sinks, device=seen.device) <= seen[:, None]
     window = torch.arange(op.window, device=seen.device) + (seen - op.past)[:, None] >= op.sinks
     return torch.cat([sinks, window], 1)[:, None, None, None]
