@@ -17,6 +17,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MODELS = ("converted", "teacher")
+COMMANDS = {
+    "quickstart": "linearize run recipes/quickstart.yaml",
+    "smollm2": "linearize run recipes/smollm2-135m-hedgehog-w64.yaml",
+    "efficiency": "linearize evaluate runs/smollm2-135m-hedgehog-w64/model --efficiency",
+}
 STAGES = {
     "ablation_after_transfer": "After stage 1 (attention transfer)",
     "ablation": "Result",
@@ -33,13 +38,16 @@ def main():
     )
     options = parser.parse_args()
     if options.section == "efficiency":
-        text = efficiency_section(json.loads(options.source.read_text())["efficiency"])
+        text = f"`{COMMANDS[options.section]}`\n\n" + efficiency_section(
+            json.loads(options.source.read_text())["efficiency"]
+        )
         replace(ROOT / "docs" / "results.md", options.section, text)
         return
     results = json.loads((options.source / "results.json").read_text())
     recipe = (options.source / "recipe.yaml").read_text()
     results["evaluation_text"] = re.search(r"^  text: (.*)$", recipe, re.MULTILINE).group(1)
-    replace(ROOT / "docs" / "results.md", options.section, run_section(results))
+    text = f"`{COMMANDS[options.section]}`\n\n{run_section(results)}"
+    replace(ROOT / "docs" / "results.md", options.section, text)
     if options.section == "smollm2":
         replace(ROOT / "README.md", "results", readme_section(results))
 
@@ -81,7 +89,7 @@ def readme_section(results):
         [
             title + closed(results, "ablation") + ". " + protocol(results),
             ablation_table(results["ablation"]),
-            provenance(results) + " How to reproduce it: [docs/results.md](docs/results.md).",
+            f"`{COMMANDS['smollm2']}`. {provenance(results)} More: [results](docs/results.md).",
         ]
     )
 

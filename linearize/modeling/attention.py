@@ -130,6 +130,10 @@ class LinearizedHeads(nn.Module):
         Returns:
             [B, H, T, Dv], or ops.Rows if queries are given.
         """
+        if torch.is_autocast_enabled(q.device.type):  # scores, normaliser and state stay fp32
+            given = dict(valid=valid, documents=documents, queries=queries, cache_layer=cache_layer)
+            with torch.autocast(q.device.type, enabled=False):
+                return self.forward(q, k, v, **given, **operator)
         op = self.operator(**operator)
         if queries is not None:
             return hybrid_quadratic(op, q, k, v, valid=valid, documents=documents, queries=queries)

@@ -400,3 +400,15 @@ def test_teacher_does_not_drop_weights_while_training(ids):
         model = tiny_linearized(model=tiny_llama(attention_dropout=0.5)).train()
     first, second = (observe(model, ids)[0] for _ in range(2))
     assert torch.equal(first[1]["out"], second[1]["out"])
+
+
+@pytest.mark.parametrize("name", ["hedgehog", "favor"])
+def test_autocast_leaves_the_operator_in_fp32(name):
+    """fp32 queries and keys beside bf16 values, as a norm after the projections makes them."""
+    case = make_case(name, tokens=24)
+    heads, (q, k, v) = case.heads.float(), (x.float() for x in case.qkv)
+    v = v.bfloat16()
+    expected = heads(q, k, v, scaling=case.op.scaling)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = heads(q, k, v, scaling=case.op.scaling)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, expected)
