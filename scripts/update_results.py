@@ -193,27 +193,26 @@ def efficiency_section(measured):
 
 
 def decode_table(rows):
-    lines = [
-        "| tokens in the cache | decode step | softmax, default cache | ratio | cache | softmax |",
-        "|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row in rows:
-        cells = [f"{row['context']:,}", *(f"{row[f'{m}_s'] * 1e3:.1f} ms" for m in MODELS)]
-        cells += [f"{row['speedup']:.2f}"]
-        cells += [f"{row[f'{m}_cache_bytes'] / 2**20:.1f} MiB" for m in MODELS]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    head = ("tokens in the cache", "decode step", "softmax, default cache", "ratio", "cache")
+    return side_by_side(
+        head, rows, "context", lambda s: f"{s * 1e3:.1f} ms", "cache_bytes", mebibyte_digits=1
+    )
 
 
 def prefill_table(rows):
-    lines = [
-        "| prompt | prefill | softmax | ratio | memory | softmax |",
-        "|---:|---:|---:|---:|---:|---:|",
-    ]
+    head = ("prompt", "prefill", "softmax", "ratio", "memory")
+    return side_by_side(
+        head, rows, "tokens", lambda s: f"{s:.2f} s", "peak_bytes", mebibyte_digits=0
+    )
+
+
+def side_by_side(head, rows, length, seconds, size, *, mebibyte_digits):
+    """Time and bytes of both models by length; the last column is the softmax model's bytes."""
+    lines = [f"| {' | '.join(head)} | softmax |", "|" + "---:|" * (len(head) + 1)]
     for row in rows:
-        cells = [f"{row['tokens']:,}", *(f"{row[f'{m}_s']:.2f} s" for m in MODELS)]
+        cells = [f"{row[length]:,}", *(seconds(row[f"{m}_s"]) for m in MODELS)]
         cells += [f"{row['speedup']:.2f}"]
-        cells += [f"{row[f'{m}_peak_bytes'] / 2**20:.0f} MiB" for m in MODELS]
+        cells += [f"{row[f'{m}_{size}'] / 2**20:.{mebibyte_digits}f} MiB" for m in MODELS]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
