@@ -21,7 +21,9 @@ EMBEDDED_MODEL = "tiny-english"
 SELF = "self"
 HELD_OUT = "held_out"
 
-FeatureMap = Literal["hedgehog", "hedgehog_exp", "t2r", "elu1", "relu", "taylor", "favor"]
+FeatureMap = Literal[
+    "hedgehog", "hedgehog_exp", "t2r", "elu1", "relu", "taylor", "favor", "centroids"
+]
 Mixing = Literal["calibrated", "lolcats", "kernel"]
 KMap = Literal["kv_head", "q_head"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]

@@ -19,11 +19,12 @@ from linearize.losses import (
     with_gradient,
 )
 from linearize.modeling.attention import linearized_modules, transfer
-from linearize.modeling.ops import compute_dtype, linear_part, positions
+from linearize.modeling.ops import compute_dtype, linear_part, positions, row_scaled
 from linearize.training import collate, preserved, train
 
 LOSSES = ("output", "attention", "both")
-CALIBRATION_ROWS = 16  # rows on which the energy of each layer's output is measured
+CALIBRATION_ROWS = 16  # rows on which each layer's energy, and the start of its maps, is measured
+KEYS_PER_ROW = 512  # that feature maps start from
 QUERY_BLOCK = 256  # rows of weights held at once
 
 
@@ -157,16 +158,23 @@ class TransferObjective:
         self.state = {}
 
     def start(self, model, dataset):
-        """Measures each layer's energy, the mean of |teacher output|^2: a constant from here on."""
+        """Measures each layer's energy, the mean of |teacher output|^2: a constant from here on.
+
+        Feature maps that start from real keys get them here.
+        """
         rows = [dataset[i] for i in range(min(CALIBRATION_ROWS, len(dataset)))]
         sums, count = dict.fromkeys(self.layers, 0.0), 0
+        keys = {i: [] for i, module in self.layers.items() if module.linearized.fits_keys}
 
         def observe(module, q, k, v, teacher_out, **kwargs):
             sums[module.layer_idx] += output_energy(teacher_out, there).item()
+            if module.layer_idx in keys:
+                keys[module.layer_idx].append(k[0, :, sample])
 
         for row in rows:
             batch = {key: value.to(model.device) for key, value in collate([row]).items()}
             there = eligible(batch, self.exact)
+            sample = _spread(batch, KEYS_PER_ROW)
             count += int(there.sum())
             self._forward(model, batch, observe)
         if not count:
@@ -175,6 +183,8 @@ class TransferObjective:
                 f"{self.exact} tokens, so there is nothing to learn; use longer documents, or a "
                 "smaller window"
             )
+        for i, found in keys.items():
+            self.layers[i].linearized.fit(torch.cat(found, 1))
         self.state = {"energy": {str(i): total / count for i, total in sums.items()}}
 
     def count(self, batch):
@@ -308,12 +318,10 @@ def _linear_rows(op, q, k, v, there):
     repeat = op.state_heads // k.shape[1]
     k, v = (x.repeat_interleave(repeat, 1) if repeat > 1 else x for x in (k, v))
     features_q, features_k = op.phi_q(q).unflatten(1, (op.state_heads, -1)), op.phi_k(k)
-    scale = 0.0
-    if op.log_space:
+    if op.log_k:
         shift = features_k.amax(2, keepdim=True).detach()  # [B, HS, 1, F]
-        features_q = features_q + shift.unsqueeze(2)
-        scale = features_q.amax(-1, keepdim=True).detach()
-        features_q, features_k = (features_q - scale).exp(), (features_k - shift).exp()
+        features_q, features_k = features_q + shift.unsqueeze(2), (features_k - shift).exp()
+    features_q, scale = row_scaled(op, features_q)
     weights = (features_q.flatten(2, 3) @ features_k.mT).unflatten(
         2, features_q.shape[2:4]
     )  # [B, HS, R, Q, T]
@@ -323,7 +331,15 @@ def _linear_rows(op, q, k, v, there):
     return out.flatten(1, 2), log_mass.flatten(1, 2)
 
 
-# ----------------------------------------------------------------------------------- which queries
+# ------------------------------------------------------------------------- which keys and queries
+def _spread(batch, most):
+    """At most `most` indices of real tokens of a batch of one, evenly spread."""
+    mask = batch.get("attention_mask")
+    real = torch.ones_like(batch["input_ids"][0]) if mask is None else mask[0]
+    index = real.nonzero().flatten()
+    return index[torch.linspace(0, len(index) - 1, min(most, len(index))).long()]
+
+
 def eligible(batch, exact):
     """bool [B, T]: tokens that see a linear key, `exact` = W + N or more into their document."""
     ids, mask = batch["input_ids"], batch.get("attention_mask")

@@ -16,9 +16,10 @@ from linearize.modeling.ops import Hybrid, empty_state
 # size of each map's projection in the tests: D = 6, Dv = 5 and F differ where they can
 FEATURE_DIMS = {
     "hedgehog": 4, "hedgehog_exp": 4, "t2r": 7, "elu1": None, "relu": None, "taylor": 3, "favor": 9,
+    "centroids": 7,
 }  # fmt: skip
-LOG_SPACE = ("hedgehog_exp", "favor")
-ALWAYS_POSITIVE = ("hedgehog", "hedgehog_exp", "elu1", "taylor", "favor")
+LOG_SPACE = ("hedgehog_exp", "favor")  # of keys and queries
+ALWAYS_POSITIVE = ("hedgehog", "hedgehog_exp", "elu1", "taylor", "favor", "centroids")
 
 
 def plain_features(name, module, head, x):
@@ -44,6 +45,9 @@ def plain_features(name, module, head, x):
         outer = (y[:, :, None] * y[:, None, :]).flatten(1)
         return torch.cat([torch.ones_like(y[:, :1]), y, outer / math.sqrt(2)], 1)
     z = x @ weight + module.bias[head]
+    if name == "centroids":
+        e = z.exp()
+        return e if module.log_space else e / e.sum(1, keepdim=True)
     return z.clamp(min=0) if name == "t2r" else torch.cat([z.exp(), (-z).exp()], 1)
 
 

@@ -56,7 +56,7 @@ class LinearizedHeads(nn.Module):
         make = FEATURE_MAPS[section.feature_map]
         options = dict(scaling=shape["scaling"], seed=section.seed + layer_idx)
         with torch.device(device or "cpu"):
-            self.feature_map_q = make(
+            self.feature_map_q = (make.query_map or make)(
                 self.num_heads, shape["qk_dim"], section.feature_dim, **options
             )
             self.feature_map_k = make(
@@ -77,14 +77,24 @@ class LinearizedHeads(nn.Module):
         """Start values; tensors that were just loaded are left alone."""
         self.feature_map_q.reset_parameters()
         self.feature_map_k.reset_parameters()
+        estimates = self.feature_map_k.estimates_exp
         if self.mixing == "lolcats":
             init.constant_(self.gate, math.log(START_WEIGHT / (1 - START_WEIGHT)))
         else:
-            init.constant_(
-                self.beta, math.log(START_WEIGHT) if self.mixing == "calibrated" else 0.0
-            )
+            plain = self.mixing == "calibrated" and not estimates
+            init.constant_(self.beta, math.log(START_WEIGHT) if plain else 0.0)
         if self.mixing == "calibrated":
-            init.zeros_(self.alpha)
+            init.constant_(self.alpha, float(estimates))
+
+    @property
+    def fits_keys(self):
+        """Whether the feature maps can start from real keys, by `fit`."""
+        return hasattr(self.feature_map_k, "fit")
+
+    def fit(self, keys):
+        """Start values of the feature maps from keys [G, n, D], after the rotary embedding."""
+        repeat = self.state_heads // len(keys)
+        self.feature_map_k.fit(self.feature_map_q, keys.repeat_interleave(repeat, 0))
 
     def operator(self, *, scaling, softcap=None, sink_logit=None, window=True, linear=True):
         """The operator with this layer's parameters; window=False hands every key to the linear
@@ -106,7 +116,8 @@ class LinearizedHeads(nn.Module):
             sinks=self.sinks if window else 0,
             scaling=scaling,
             state_heads=self.state_heads,
-            log_space=self.feature_map_q.log_space,
+            log_q=self.feature_map_q.log_space,
+            log_k=self.feature_map_k.log_space,
             softcap=softcap,
             sink_logit=sink_logit if window else None,
             linear=linear,

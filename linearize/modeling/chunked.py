@@ -25,11 +25,12 @@ from .ops import (
     group,
     join,
     linear_part,
+    row_scaled,
     state_heads_of,
 )
 
 CHUNK = 64
-CHUNK_LOG = 16  # chunk of maps in log space, whose diagonal blocks hold [C, C, F]
+CHUNK_LOG = 16  # chunk of maps with log_k, whose diagonal blocks hold [C, C, F]
 SEGMENT = 512  # tokens whose intermediate tensors exist at one time
 
 
@@ -41,7 +42,7 @@ def hybrid_chunked(op, q, k, v, state, *, valid=None, chunk=None, segment=SEGMEN
     (o [B, H, T, Dv], state). Rows of padding are finite and mean nothing. Splitting T over calls
     changes nothing beyond rounding.
     """
-    chunk = chunk or (CHUNK_LOG if op.log_space else CHUNK)
+    chunk = chunk or (CHUNK_LOG if op.log_k else CHUNK)
     outs = [] if q.shape[2] else [q.new_zeros(*q.shape[:3], v.shape[-1])]
     for start in range(0, q.shape[2], segment):
         part = slice(start, start + segment)
@@ -115,7 +116,7 @@ def _segment(op, q, k, v, state, valid, C):
     if op.linear:
         counts = there & (place >= N)
         counts[:, T:] = False
-        inner = _linear_chunks_log if op.log_space else _linear_chunks
+        inner = _linear_chunks_log if op.log_k else _linear_chunks
         linear, carry = inner(
             op, q, keys[:, :, : n * C], values[:, :, : n * C], counts[:, : n * C], state, C
         )
@@ -201,7 +202,7 @@ def _linear_chunks(op, q, keys, values, counts, state, C):
     fk = op.phi_k(state_heads_of(op, keys)) * counts[:, None, :, None]
     fk = fk.unflatten(2, (-1, C))  # [B, HS, n, C, F]
     v = state_heads_of(op, values).to(fk.dtype).unflatten(2, (-1, C))
-    fq = _chunks(op.phi_q(q), HS, C)  # [B, HS, n, R C, F]
+    fq, scale = row_scaled(op, _chunks(op.phi_q(q), HS, C))  # [B, HS, n, R C, F]
     S = torch.cat([state.S[:, :, None], fk.mT @ v], 2).cumsum(
         2
     )  # [B, HS, n + 1, F, Dv], S[c] before chunk c
@@ -209,7 +210,7 @@ def _linear_chunks(op, q, keys, values, counts, state, C):
     inner = (fq @ fk.mT) * _triangle(op, C, q.shape[1] // HS, q.device)
     num = fq @ S[:, :, :-1] + inner @ v
     den = fq @ z[:, :, :-1, :, None] + inner.sum(-1, keepdim=True)
-    return tuple(_unchunk(x, C) for x in linear_part(num, den)), (
+    return tuple(_unchunk(x, C) for x in linear_part(num, den, scale)), (
         S[:, :, -1],
         z[:, :, -1],
         state.shift,

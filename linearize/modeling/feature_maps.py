@@ -24,6 +24,8 @@ class FeatureMap(nn.Module):
 
     log_space = False  # True: forward returns log features
     positive = "yes"  # "yes", or what else is known about the sign
+    estimates_exp = False  # True: phi(q).phi(k) starts as an estimate of exp(scaling q.k)
+    query_map = None  # the class of the queries' map, where it is another one
 
     def __init__(self, num_heads, head_dim, feature_dim=None, *, scaling=None, seed=0):
         super().__init__()
@@ -269,6 +271,106 @@ class Favor(FeatureMap):
         return x @ omega.mT - x.square().sum(-1, keepdim=True) / 2 - math.log(self.feature_dim) / 2
 
 
+class CentroidQueries(FeatureMap):
+    """The queries' half of `Centroids`: exp(xW + b), kept as logarithms."""
+
+    log_space = True
+
+    @staticmethod
+    def default_dim(head_dim):
+        return 2 * head_dim
+
+    def build(self):
+        self.weight = nn.Parameter(torch.empty(self.num_heads, self.head_dim, self.feature_dim))
+        self.bias = nn.Parameter(torch.empty(self.num_heads, self.feature_dim))
+
+    def reset_parameters(self):
+        centroids = random_directions(self.head_dim, self.feature_dim, self.seed)
+        init.copy_(self.weight, (self.scaling * centroids.mT).expand_as(self.weight))
+        init.zeros_(self.bias)
+
+    def forward(self, x):
+        x, weight, bias = _compute(x, self.weight, self.bias)
+        return x @ weight + bias[:, None]
+
+
+class Centroids(CentroidQueries):
+    """Soft assignment of keys to f learned centroids, softmax(xW + b); queries have
+    exp(xW + b), see `CentroidQueries`.
+
+    phi(q).phi(k) = sum_f p(f | k) exp(q.c_f scaling) is softmax attention with each key replaced by
+    its centroid (after Vyas et al. 2020, Clustered Attention, arXiv:2007.04825, which clusters
+    queries, hard). W [H, D, f] and b [H, f] start from random centroids, and `fit` from those of
+    real keys; F = f = 2 D by default, the features of `hedgehog`.
+    """
+
+    log_space = False
+    estimates_exp = True
+    query_map = CentroidQueries
+    SHARPNESS = 4.0  # log odds that a key at the mean distance from its centroid gives up
+    ROUNDS = 10  # of k-means
+
+    def reset_parameters(self):
+        centroids = random_directions(self.head_dim, self.feature_dim, self.seed)
+        self.assign(
+            init.copy_, centroids.expand(self.num_heads, -1, -1), torch.tensor(self.head_dim / 2)
+        )
+
+    def assign(self, copy_, centroids, spread):
+        """Sets the parameters to log p(f | x) = -SHARPNESS |x - c_f|^2 / spread + const."""
+        scale = self.SHARPNESS / spread
+        copy_(self.weight, 2 * scale * centroids.mT)
+        copy_(self.bias, -(scale * centroids.square().sum(-1, keepdim=True)).squeeze(-1))
+
+    @torch.no_grad()
+    def fit(self, queries, x):
+        """Starts this map and that of the queries, [H', D, f] with H' a multiple of H, from
+        k-means of keys x [H, n, D].
+        """
+        centroids, spread = k_means(x.float(), self.feature_dim, self.ROUNDS, self.seed)
+        self.assign(torch.Tensor.copy_, centroids, spread)
+        repeat = queries.num_heads // self.num_heads
+        queries.weight.copy_(self.scaling * centroids.repeat_interleave(repeat, 0).mT)
+        queries.bias.zero_()
+
+    def forward(self, x):
+        x, weight, bias = _compute(x, self.weight, self.bias)
+        return (x @ weight + bias[:, None]).softmax(-1)
+
+
+def random_directions(size, count, seed):
+    """[count, size]: random vectors of the length of a standard normal one, orthogonal in blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = [
+        torch.linalg.qr(torch.randn(size, size, generator=generator))[0]
+        for _ in range(math.ceil(count / size))
+    ]
+    return math.sqrt(size) * torch.cat(blocks)[:count]
+
+
+def k_means(x, count, rounds, seed):
+    """(centroids [H, count, D], mean squared distance to the nearest [H, 1, 1]) of x [H, n, D].
+
+    Lloyd's rounds from a random sample of x; a centroid without points stays where it is.
+    """
+    H, n, D = x.shape
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(max(n, count), generator=generator)[:count] % n
+    centroids = x[:, order.to(x.device)]
+    size = x.square().sum(-1)  # [H, n]
+    for i in range(rounds + 1):
+        distance = centroids.square().sum(-1)[:, None] - 2 * x @ centroids.mT  # less |x|^2
+        nearest, index = distance.min(-1)  # [H, n]
+        if i == rounds:
+            break
+        members = x.new_zeros(H, count).scatter_add_(1, index, torch.ones_like(size))[..., None]
+        sums = torch.zeros_like(centroids).scatter_add_(1, index[..., None].expand(-1, -1, D), x)
+        centroids = torch.where(members > 0, sums / members.clamp(min=1), centroids)
+    spread = (nearest + size).clamp(min=0).mean(1)
+    floor = 1e-3 * size.mean(1) + torch.finfo(x.dtype).tiny
+    return centroids, torch.maximum(spread, floor)[:, None, None]
+
+
 FEATURE_MAPS = {
     "hedgehog": Hedgehog,
     "hedgehog_exp": HedgehogExp,
@@ -277,4 +379,5 @@ FEATURE_MAPS = {
     "relu": Relu,
     "taylor": Taylor,
     "favor": Favor,
+    "centroids": Centroids,
 }

@@ -45,8 +45,8 @@ EMPTY = (
 class Hybrid:
     """What the operator is, apart from its inputs.
 
-    phi_q maps [B, H, T, D] to [B, H, T, F], phi_k maps [B, HS, T, D] to [B, HS, T, F]; both give
-    log features if `log_space`. beta and alpha are [H]; sink_logit [H] is the learned extra logit
+    phi_q maps [B, H, T, D] to [B, H, T, F], phi_k maps [B, HS, T, D] to [B, HS, T, F]; log_q and
+    log_k say which of them give log features, and log_k requires log_q. beta and alpha are [H]; sink_logit [H] is the learned extra logit
     that some teachers keep in every row's normaliser (a key with value zero). `linear=False` leaves
     the linear part out.
     """
@@ -59,7 +59,8 @@ class Hybrid:
     sinks: int
     scaling: float
     state_heads: int
-    log_space: bool = False
+    log_q: bool = False
+    log_k: bool = False
     softcap: float | None = None
     sink_logit: torch.Tensor | None = None
     linear: bool = True
@@ -81,8 +82,8 @@ class Hybrid:
 class State(NamedTuple):
     """All that later tokens need: constant in size.
 
-    S and z hold the tokens that have left the window. For maps in log space feature f of both is
-    scaled by exp(-shift_f), shift_f the largest log feature so far; other maps have an empty shift.
+    S and z hold the tokens that have left the window. With log_k feature f of both is scaled by
+    exp(-shift_f), shift_f the largest log feature so far; other maps have an empty shift.
     """
 
     S: torch.Tensor  # [B, HS, F, Dv] fp32
@@ -114,7 +115,7 @@ def empty_state(op, q, k, v, num_features):
     return State(
         S=torch.zeros(B, HS, num_features, Dv, **wide),
         z=torch.zeros(B, HS, num_features, **wide),
-        shift=torch.full((B, HS, num_features if op.log_space else 0), EMPTY, **wide),
+        shift=torch.full((B, HS, num_features if op.log_k else 0), EMPTY, **wide),
         sink_k=k.new_zeros(B, G, op.sinks, D),
         sink_v=v.new_zeros(B, G, op.sinks, Dv),
         window_k=k.new_zeros(B, G, op.past, D),
@@ -164,8 +165,7 @@ def hybrid_quadratic(op, q, k, v, *, valid=None, documents=None, queries=None):
     memory.
 
     q [B, H, T, D]; k [B, G, T, D]; v [B, G, T, Dv]; valid [B, T] bool, documents [B, T] int,
-    queries [B, Q] int64 indices. Returns Rows. For maps in log space one shift per feature covers
-    all keys: exact in exact arithmetic, but a key far above the visible ones costs digits; the
+    queries [B, Q] int64 indices. Returns Rows. With log_k one shift per feature covers all keys: exact in exact arithmetic, but a key far above the visible ones costs digits; the
     chunked form has no such limit.
     """
     B, H, T, D = q.shape
@@ -212,13 +212,21 @@ def state_heads_of(op, x):
 def _linear_log_weights(op, q, k):
     """log phi_q(q).phi_k(k) [B, H, Q, T]; EMPTY where the product is zero."""
     fq, fk = group(op.phi_q(q), op.state_heads), op.phi_k(state_heads_of(op, k))
-    scale = 0.0
-    if op.log_space:
+    if op.log_k:
         shift = fk.amax(2, keepdim=True).detach()  # [B, HS, 1, F]
-        fq = fq + shift.unsqueeze(2)
-        scale = fq.amax(-1, keepdim=True).detach()
-        fq, fk = (fq - scale).exp(), (fk - shift).exp()
+        fq, fk = fq + shift.unsqueeze(2), (fk - shift).exp()
+    fq, scale = row_scaled(op, fq)
     return (_log(fq @ fk.mT.unsqueeze(2)) + scale).flatten(1, 2)
+
+
+def row_scaled(op, features):
+    """(features, scale): those of queries [..., F] without their logarithm, times exp(-scale) where
+    log_q is set: at most 1.
+    """
+    if not op.log_q:
+        return features, 0.0
+    scale = features.amax(-1, keepdim=True).detach()
+    return (features - scale).clamp(min=NEGLIGIBLE).exp(), scale
 
 
 def _counts(x):
@@ -287,7 +295,7 @@ def fold(op, state, k, v, weight=None):
     """(S, z, shift) with the tokens k [B, G, n, D], v [B, G, n, Dv] added, weight [B, n] 0 or 1."""
     S, z, shift = state.S, state.z, state.shift
     features, values = op.phi_k(state_heads_of(op, k)), state_heads_of(op, v).to(S.dtype)
-    if op.log_space:
+    if op.log_k:
         if weight is not None:
             features = features.masked_fill(~weight[:, None, :, None], EMPTY)
         new = torch.maximum(shift, features.amax(2)).detach()
@@ -334,11 +342,7 @@ def hybrid_step(op, q, k, v, state, *, settled=False):
     linear = None
     if op.linear:
         fq = group(op.phi_q(q).squeeze(2), op.state_heads)  # [B, HS, R, F]
-        scale = 0.0
-        if op.log_space:
-            fq = fq + shift.unsqueeze(2)
-            scale = fq.amax(-1, keepdim=True).detach()
-            fq = (fq - scale).exp()
+        fq, scale = row_scaled(op, fq + shift.unsqueeze(2) if op.log_k else fq)
         linear = linear_part(fq @ S, fq @ z.unsqueeze(-1), scale)
         linear = tuple(x.flatten(1, 2) for x in linear)
     out = join(op, exact, linear).unsqueeze(2).to(v.dtype)

@@ -313,7 +313,8 @@ def test_log_space_is_the_plain_exponential(name):
     case = make_case(name, tokens=13)
     plain = replace(
         case.op,
-        log_space=False,
+        log_q=False,
+        log_k=False,
         phi_q=lambda x: case.op.phi_q(x).exp(),
         phi_k=lambda x: case.op.phi_k(x).exp(),
     )
