@@ -257,8 +257,8 @@ class Recipe(Section):
         if self.convert.mixing == "kernel" and self.convert.feature_map == "hedgehog":
             yield (
                 "convert.mixing: 'kernel' reads feature products as estimates of exp(score); "
-                "'hedgehog' features are bounded and carry no size; use hedgehog_exp, taylor, "
-                "favor or another mixing"
+                "'hedgehog' features are bounded and carry no size; use centroids, "
+                "hedgehog_exp, taylor, favor or another mixing"
             )
         idle = {
             "transfer.attention_weight": "both",

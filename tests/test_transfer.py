@@ -18,6 +18,7 @@ from linearize.modeling.ops import hybrid_quadratic
 from linearize.transfer import (
     LOSSES,
     TransferObjective,
+    _spread,
     draw_queries,
     eligible,
     layer_loss,
@@ -421,9 +422,10 @@ def test_the_stage_lowers_the_loss_of_every_layer(tmp_path, loss):
         assert last < first
 
 
-def test_resumed_equals_uninterrupted(tmp_path, monkeypatch):
+@pytest.mark.parametrize("feature_map", ["hedgehog", "centroids"])
+def test_resumed_equals_uninterrupted(tmp_path, monkeypatch, feature_map):
     options = {**STAGE, "save_steps": 3}
-    whole = tiny_linearized()
+    whole = tiny_linearized(feature_map=feature_map)
     expected = transfer_attention(whole, MIXED, output_dir=tmp_path / "whole", **options)
     calls, forward = [], TransferObjective.__call__
 
@@ -435,16 +437,53 @@ def test_resumed_equals_uninterrupted(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(TransferObjective, "__call__", killed)
+        cut = tiny_linearized(feature_map=feature_map)
         with pytest.raises(InterruptedError):
-            transfer_attention(tiny_linearized(), MIXED, output_dir=tmp_path / "cut", **options)
-    resumed = tiny_linearized()
-    with monkeypatch.context() as patch:  # the energy comes from the checkpoint
+            transfer_attention(cut, MIXED, output_dir=tmp_path / "cut", **options)
+    resumed = tiny_linearized(feature_map=feature_map)
+    with monkeypatch.context() as patch:  # energy and fitted maps come from the checkpoint
         patch.setattr(TransferObjective, "start", None)
         found = transfer_attention(resumed, MIXED, output_dir=tmp_path / "cut", **options)
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor, resumed.state_dict()[name]), name
     drop = [{k: v for k, v in e.items() if k != "seconds"} for e in expected["history"]]
     assert drop == [{k: v for k, v in e.items() if k != "seconds"} for e in found["history"]]
+
+
+@pytest.mark.parametrize("k_map", K_MAPS)
+@pytest.mark.parametrize("mixing", ["calibrated", "kernel"])
+def test_a_centroid_for_every_key_is_the_teacher(mixing, k_map):
+    """Before any training, with the start values of the mixing rule."""
+    model = linearized(
+        window=4, sinks=1, feature_map="centroids", feature_dim=512, mixing=mixing, k_map=k_map
+    )
+    objective = objective_for(model, LONG)
+    with torch.no_grad():
+        for module in linearized_modules(model).values():
+            module.linearized.beta.zero_()
+            if mixing == "calibrated":
+                module.linearized.alpha.fill_(1)
+    assert all(loss < 1e-6 for loss in measure(objective, model, LONG.batch())[1].values())
+
+
+def test_centroids_begin_on_the_scale_of_the_scores():
+    heads = make_case("centroids").heads
+    heads.apply(lambda m: [setattr(p, "_is_hf_initialized", False) for p in m.parameters()])
+    heads.reset_parameters()
+    assert not heads.beta.any()
+    assert (heads.alpha == 1).all()
+
+
+def test_keys_of_padding_do_not_become_centroids():
+    """They are zero here, and no real key is."""
+    batch = {
+        "input_ids": torch.arange(6)[None],
+        "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]]),
+    }
+    assert _spread(batch, 9).tolist() == [2, 3, 4, 5]
+    assert _spread(batch, 2).tolist() == [2, 5]
+    del batch["attention_mask"]
+    assert _spread(batch, 3).tolist() == [0, 2, 5]
 
 
 def test_a_run_with_another_window_is_refused(tmp_path):

@@ -339,7 +339,7 @@ class Centroids(CentroidQueries):
 
 
 def random_directions(size, count, seed):
-    """[count, size]: random vectors of the length of a standard normal one, orthogonal in blocks."""
+    """[count, size]: orthogonal in blocks, of the length of a standard normal vector."""
     generator = torch.Generator().manual_seed(seed)
     blocks = [
         torch.linalg.qr(torch.randn(size, size, generator=generator))[0]
@@ -367,7 +367,7 @@ def k_means(x, count, rounds, seed):
         sums = torch.zeros_like(centroids).scatter_add_(1, index[..., None].expand(-1, -1, D), x)
         centroids = torch.where(members > 0, sums / members.clamp(min=1), centroids)
     spread = (nearest + size).clamp(min=0).mean(1)
-    floor = 1e-3 * size.mean(1) + torch.finfo(x.dtype).tiny
+    floor = 1e-3 * size.mean(1) + 1e-6  # equal keys
     return centroids, torch.maximum(spread, floor)[:, None, None]
 
 

@@ -46,9 +46,9 @@ class Hybrid:
     """What the operator is, apart from its inputs.
 
     phi_q maps [B, H, T, D] to [B, H, T, F], phi_k maps [B, HS, T, D] to [B, HS, T, F]; log_q and
-    log_k say which of them give log features, and log_k requires log_q. beta and alpha are [H]; sink_logit [H] is the learned extra logit
-    that some teachers keep in every row's normaliser (a key with value zero). `linear=False` leaves
-    the linear part out.
+    log_k say which of them give log features, and log_k requires log_q. beta and alpha are [H];
+    sink_logit [H] is the learned extra logit that some teachers keep in every row's normaliser (a
+    key with value zero). `linear=False` leaves the linear part out.
     """
 
     phi_q: Callable
@@ -165,8 +165,9 @@ def hybrid_quadratic(op, q, k, v, *, valid=None, documents=None, queries=None):
     memory.
 
     q [B, H, T, D]; k [B, G, T, D]; v [B, G, T, Dv]; valid [B, T] bool, documents [B, T] int,
-    queries [B, Q] int64 indices. Returns Rows. With log_k one shift per feature covers all keys: exact in exact arithmetic, but a key far above the visible ones costs digits; the
-    chunked form has no such limit.
+    queries [B, Q] int64 indices. Returns Rows. With log_k one shift per feature covers all keys:
+    exact in exact arithmetic, but a key far above the visible ones costs digits; the chunked form
+    has no such limit.
     """
     B, H, T, D = q.shape
     valid = torch.ones(B, T, dtype=torch.bool, device=q.device) if valid is None else valid

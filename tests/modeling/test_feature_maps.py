@@ -7,7 +7,7 @@ import torch
 from definition import ALWAYS_POSITIVE, FEATURE_DIMS, LOG_SPACE, distance, plain_features
 from tolerances import FLOAT64
 
-from linearize.modeling.feature_maps import FEATURE_MAPS
+from linearize.modeling.feature_maps import FEATURE_MAPS, k_means
 
 HEADS, DIM = 3, 6
 
@@ -62,7 +62,7 @@ def test_num_features_is_the_size_of_the_output(name):
     [
         ("hedgehog", 64, None, 128), ("hedgehog", 64, 32, 64), ("hedgehog_exp", 64, None, 128),
         ("t2r", 64, 96, 96), ("elu1", 64, None, 64), ("relu", 64, None, 64),
-        ("taylor", 128, None, 153), ("favor", 64, None, 256),
+        ("taylor", 128, None, 153), ("favor", 64, None, 256), ("centroids", 64, None, 128),
     ],
 )  # fmt: skip
 def test_default_sizes(name, dim, feature_dim, expected):
@@ -86,7 +86,8 @@ def test_features_are_fp32_for_any_weights_and_inputs(name, dtype):
 @pytest.mark.parametrize("name", [n for n in ALWAYS_POSITIVE if n not in LOG_SPACE])
 def test_positivity_in_bf16(name):
     module = make(name, dtype=torch.bfloat16)
-    out = module(normal(1, HEADS, 50, DIM, size=5, dtype=torch.bfloat16))
+    size = 1 if name == "centroids" else 5  # sharper than the others
+    out = module(normal(1, HEADS, 50, DIM, size=size, dtype=torch.bfloat16))
     if name == "taylor":  # the features are signed, the kernel is at least 1/2
         assert (out.double() @ out.double().mT > 0.5 - 1e-4).all()
     else:
@@ -243,6 +244,73 @@ def test_favor_depends_on_its_seed_alone():
     assert torch.equal(first, omega(4, 8, seed=3))
     assert not torch.equal(first, omega(4, 8, seed=4))
     assert "omega" in FEATURE_MAPS["favor"](1, 4, 8).state_dict()
+
+
+# ---------------------------------------------------------------- centroids
+def clustered(points, count, noise, dim=DIM):
+    """(centres [HEADS, points, dim], x [HEADS, points * count, dim] around them)."""
+    centres = normal(HEADS, points, dim, size=2, seed=3, dtype=torch.float32)
+    near = noise * normal(HEADS, points * count, dim, seed=4, dtype=torch.float32)
+    return centres, centres.repeat(1, count, 1) + near
+
+
+def fitted(x, feature_dim, dim=DIM):
+    key_map = make("centroids", dim, feature_dim, spread=0, dtype=torch.float32)
+    query_map = key_map.query_map(2 * HEADS, dim, feature_dim, scaling=key_map.scaling)
+    query_map.reset_parameters()
+    key_map.fit(query_map, x)
+    return query_map, key_map
+
+
+def test_fitted_centroids_estimate_the_exponential_of_the_score():
+    """With a centroid for every key the products are exp(scaling q.k) itself."""
+    centres, x = clustered(points=5, count=40, noise=1e-4)
+    query_map, key_map = fitted(x, feature_dim=60)
+    q = normal(1, 2 * HEADS, 7, DIM, dtype=torch.float32)
+    keys = centres[None]
+    kernel = query_map(q).exp().unflatten(1, (HEADS, 2)) @ key_map(keys).unsqueeze(2).mT
+    scores = DIM**-0.5 * q.unflatten(1, (HEADS, 2)) @ keys.unsqueeze(2).mT
+    assert distance(kernel / scores.exp(), torch.ones_like(kernel)) < 0.01
+
+
+def test_random_centroids_are_where_the_maps_start():
+    key_map = make("centroids", spread=0)
+    query_map = key_map.query_map(HEADS, DIM, seed=key_map.seed, scaling=0.3)
+    query_map.reset_parameters()
+    centroids = query_map.weight.mT / 0.3  # [H, f, D]
+    assert distance(centroids.norm(dim=-1), torch.full((HEADS, 2 * DIM), DIM**0.5)) < 1e-5
+    x = normal(1, HEADS, 9, DIM)
+    gap = (x[:, :, :, None] - centroids[None, :, None].double()).square().sum(-1)
+    expected = (-key_map.SHARPNESS * gap / (DIM / 2)).softmax(-1)
+    assert distance(key_map(x), expected) < 1e-6
+
+
+def test_k_means_finds_clusters_and_their_size():
+    centres, x = clustered(points=4, count=500, noise=0.2)
+    found, spread = k_means(x, 32, 10, seed=0)
+    nearest = (centres[:, :, None] - found[:, None]).norm(dim=-1).amin(-1)
+    assert (nearest < 0.4).all()
+    assert ((spread > 0) & (spread < DIM * 0.2**2)).all()
+    again, _ = k_means(x, 32, 10, seed=0)
+    assert torch.equal(found, again)
+    assert not torch.equal(found, k_means(x, 32, 10, seed=1)[0])
+
+
+@pytest.mark.parametrize("keys", [1, 3, 40])
+@pytest.mark.parametrize("size", [0.0, 1e-20, 1.0, 1e4])
+def test_fit_stands_few_keys_and_equal_keys(keys, size):
+    x = torch.full((HEADS, keys, DIM), size)
+    query_map, key_map = fitted(x, feature_dim=12)
+    for module in (query_map, key_map):
+        assert all(p.isfinite().all() for p in module.parameters())
+    weights = key_map(x[None])
+    assert distance(weights.sum(-1), torch.ones(1, HEADS, keys)) < 1e-5
+
+
+def test_k_means_keeps_a_centroid_that_loses_its_points():
+    x = torch.tensor([[[0.0], [0.0], [1.0], [1.0]]])
+    found, _ = k_means(x, 4, 5, seed=0)
+    assert sorted(found.flatten().tolist()) == [0.0, 0.0, 1.0, 1.0]
 
 
 # ---------------------------------------------------------------- start values
