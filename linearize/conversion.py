@@ -5,6 +5,7 @@ converted layer.
 import warnings
 
 import torch
+import transformers
 from transformers import AttentionInterface
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -21,6 +22,7 @@ REFUSED = {
     "falcon": f"its attention {_NO_INTERFACE}",
     "mpt": f"its attention adds position biases (ALiBi) and {_NO_INTERFACE}",
 }
+_GEOMETRY = ("num_heads", "num_key_value_heads", "qk_dim", "v_dim", "scaling")  # stored
 _NOT_CONFIG = ("model_type", "architectures", "transformers_version", "auto_map")
 
 
@@ -84,8 +86,8 @@ def probe_geometry(model):
     """What reaches the attention function in each layer, seen in one forward of 4 tokens.
 
     Returns:
-        {layer: {num_heads, num_key_value_heads, qk_dim, v_dim, scaling, sliding}}; sliding is true
-        where the layer hides old keys itself. Config attributes are wrong for some families, such
+        {layer: {num_heads, num_key_value_heads, qk_dim, v_dim, scaling, sliding, capped}}; sliding
+        is true where the layer hides old keys itself, capped where it caps its scores. Config attributes are wrong for some families, such
         as those with latent attention.
     """
     seen, config = {}, model.config.get_text_config(decoder=True)
@@ -113,6 +115,7 @@ def probe_geometry(model):
             "v_dim": value.shape[-1],
             "scaling": query.shape[-1] ** -0.5 if scaling is None else float(scaling),
             "sliding": hides or bool(sliding_window),
+            "capped": kwargs.get("softcap") is not None,
         }
         return value.new_zeros(
             query.shape[0], query.shape[2], query.shape[1], value.shape[-1]
@@ -131,7 +134,7 @@ def probe_geometry(model):
     if not seen:
         raise ValueError(
             f"model_type {config.model_type!r} cannot be converted: no layer uses the attention "
-            "interface"
+            f"interface in transformers {transformers.__version__}; a newer release may"
         )
     return seen
 
@@ -222,7 +225,7 @@ def convert(
     section = LinearizeConfig(
         base_model_type=model.config.model_type,
         layers=chosen,
-        geometry={str(i): {k: x for k, x in geometry[i].items() if k != "sliding"} for i in chosen},
+        geometry={str(i): {k: geometry[i][k] for k in _GEOMETRY} for i in chosen},
         window=window,
         sinks=sinks,
         feature_map=feature_map,
@@ -247,7 +250,7 @@ def convert(
         )
     settings = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_CONFIG}
     config = config_class(**settings, linearize_config=section.to_dict())
-    config._attn_implementation_internal = model.config._attn_implementation
+    config._attn_implementation_internal = _implementation(model.config, geometry)
     config._name_or_path = model.config._name_or_path
     with torch.device("meta"):
         converted = model_class(config)
@@ -259,6 +262,19 @@ def convert(
             "model's config"
         )
     return converted.train(model.training)
+
+
+def _implementation(config, geometry):
+    """The attention implementation of the teacher and of layers that stay softmax."""
+    name = config._attn_implementation
+    if name == "sdpa" and any(layer["capped"] for layer in geometry.values()):
+        warnings.warn(
+            "the base model was loaded with attn_implementation 'sdpa', which drops its soft cap; "
+            "the converted model uses 'eager'",
+            stacklevel=3,
+        )
+        return "eager"
+    return name
 
 
 def _take_over(converted, model):

@@ -5,7 +5,10 @@ Head size 16, hidden size 64: four query heads, two key/value heads where the fa
 
 import inspect
 
+import pytest
+import transformers
 from transformers import LlamaForCausalLM
+from transformers.models.gptj import modeling_gptj
 
 SLIDING, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
 VOCAB = 97
@@ -18,6 +21,7 @@ _COMMON = dict(
 _NO_HEAD_DIM = dict(head_dim=None)  # None: the family has no such key
 _MHA = dict(head_dim=None, num_key_value_heads=None)
 _GPT = dict(**_MHA, n_embd=64, n_head=4, n_layer=2, n_inner=96, n_positions=256)
+_CAPPED = dict(attn_implementation="eager")  # the default since transformers 5.24
 _ALL_FULL = dict(layer_types=[FULL] * 2)
 _MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 
@@ -31,7 +35,7 @@ _FAMILIES = dict(
     ),
     exaone4=_ALL_FULL,
     gemma={},
-    gemma2=dict(query_pre_attn_scalar=16, **_ALL_FULL),
+    gemma2=dict(query_pre_attn_scalar=16, **_ALL_FULL, **_CAPPED),
     gemma3_text=dict(query_pre_attn_scalar=16, **_ALL_FULL),
     glm4={},
     gpt2=_GPT,
@@ -92,7 +96,19 @@ ALL_FULL = {family: _settings(part) for family, part in _FAMILIES.items()}
 MIXED = {family: _settings(_FAMILIES[family], part) for family, part in _MIXED.items()}
 
 
+CACHE_NAME = (  # `cache` since transformers 5.24
+    "cache"
+    if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters
+    else "past_key_values"
+)
+
+
 def cache_argument(cache):
-    """The cache as a keyword argument: `cache` is the name since transformers 5.24."""
-    known = inspect.signature(LlamaForCausalLM.forward).parameters
-    return {"cache" if "cache" in known else "past_key_values": cache}
+    """The cache as a keyword argument."""
+    return {CACHE_NAME: cache}
+
+
+def skip_if_unavailable(family):
+    """GPT-J came to the attention interface after transformers 5.20."""
+    if family == "gptj" and "ALL_ATTENTION_FUNCTIONS" not in vars(modeling_gptj):
+        pytest.skip(f"gptj has no attention interface in transformers {transformers.__version__}")

@@ -15,7 +15,7 @@ from transformers import (
     LlavaConfig,
 )
 
-from linearize import convert
+from linearize import convert, teacher
 from linearize.conversion import check_family, probe_geometry, resolve_layers
 from linearize.modeling import modeling_linearized
 from linearize.modeling.attention import linearized_modules
@@ -319,6 +319,18 @@ def test_soft_capping_and_own_scale_are_kept():
     expected = assert_is_the_original(tiny_model("gemma2", **capped))
     without = tiny_model("gemma2", **dict(capped, attn_logit_softcapping=None))
     assert (without(random_ids(2, 20, vocab=VOCAB)).logits - expected).abs().max() > 1e-2
+
+
+def test_soft_capping_is_kept_where_the_model_was_loaded_with_sdpa():
+    """Which has none: some releases of transformers accept it and drop the cap."""
+    settings = dict(ALL_FULL["gemma2"], attn_logit_softcapping=1.0)
+    expected, model = (tiny_model("gemma2", **settings) for _ in range(2))
+    model.config._attn_implementation_internal = "sdpa"
+    with pytest.warns(UserWarning, match="'sdpa', which drops its soft cap; .* uses 'eager'"):
+        model = convert(model, **WIDE)
+    ids = random_ids(2, 20, vocab=VOCAB)
+    with torch.no_grad(), teacher(model):
+        torch.testing.assert_close(model(ids).logits, expected(ids).logits, atol=1e-4, rtol=1e-5)
 
 
 def test_learned_sinks_of_the_teacher_are_kept():

@@ -218,6 +218,8 @@ class LinearizedAttentionMixin:
             kwargs["linearize_cache_layer"] = claim_cache_layer(cache, self.layer_idx)
         elif cache is not None:
             check_softmax_layer(cache, self.layer_idx)
+        if "position_ids" in kwargs:  # some families do not hand it on
+            kwargs["linearize_position_ids"] = kwargs["position_ids"]
         return super().forward(*args, **kwargs)
 
     def __reduce__(self):
@@ -238,6 +240,7 @@ class LinearizedAttentionMixin:
         s_aux=None,
         position_ids=None,
         linearize_cache_layer=None,
+        linearize_position_ids=None,
         **kwargs,
     ):
         B, _, T, D = query.shape
@@ -253,6 +256,7 @@ class LinearizedAttentionMixin:
         documents = None
         seq_idx, cu_seq_lens = kwargs.get("seq_idx"), kwargs.get("cu_seq_lens_q")
         if layer is None:
+            position_ids = linearize_position_ids if position_ids is None else position_ids
             documents = documents_of(position_ids, seq_idx, cu_seq_lens, B, T, query.device)
             if valid is not None and documents is not None and seq_idx is None:
                 documents = merge_padding(documents, valid)

@@ -269,7 +269,7 @@ def exact_part(op, q, k, v, mask, beta, alpha, sink_logit):
     top = scores.amax(-1, keepdim=True)
     if sink_logit is not None:
         top = torch.maximum(top, sink_logit)
-    shift = top.detach().clamp(min=EMPTY / 10)
+    shift = top.detach() if mask is None else top.detach().clamp(min=EMPTY / 10)
     weights = F.threshold(scores - shift, NEGLIGIBLE, NEGLIGIBLE).exp()
     if mask is not None:
         weights = weights * there
@@ -320,11 +320,12 @@ def hybrid_step(op, q, k, v, state, *, settled=False):
         sink_k, sink_v = torch.where(arrives, k, sink_k), torch.where(arrives, v, sink_v)
     all_k = torch.cat([sink_k, state.window_k, k], 2)  # [B, G, N + P + 1, D]
     all_v = torch.cat([sink_v, state.window_v, v], 2)
+    q, wide_k, wide_v = q.to(wide), all_k.to(wide), all_v.to(wide)  # once for all parts
     leaves = None if settled else (seen - P >= N)[:, None]
     leaving = slice(N, N + 1)  # the token that leaves the window now
     added = state[:3]
     if op.linear:
-        added = fold(op, state, all_k[:, :, leaving], all_v[:, :, leaving], leaves)
+        added = fold(op, state, wide_k[:, :, leaving], wide_v[:, :, leaving], leaves)
     S, z, shift = state[:3] if op.window else added  # without a window a token reads itself
 
     exact = None
@@ -333,9 +334,9 @@ def hybrid_step(op, q, k, v, state, *, settled=False):
         per_head = (None if p is None else p.to(wide).view(G, -1, 1, 1) for p in op.per_head)
         exact = exact_part(
             op,
-            group(q.squeeze(2), G).to(wide),
-            all_k[:, :, exact_keys].to(wide),
-            all_v[:, :, exact_keys].to(wide),
+            group(q.squeeze(2), G),
+            wide_k[:, :, exact_keys],
+            wide_v[:, :, exact_keys],
             None if settled else _step_mask(op, seen),
             *per_head,
         )

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:attention_dropout is:UserWarning
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request):
+    families.skip_if_unavailable(request.param)
     return request.param
 
 
