@@ -87,8 +87,8 @@ def probe_geometry(model):
 
     Returns:
         {layer: {num_heads, num_key_value_heads, qk_dim, v_dim, scaling, sliding, capped}}; sliding
-        is true where the layer hides old keys itself, capped where it caps its scores. Config attributes are wrong for some families, such
-        as those with latent attention.
+        is true where the layer hides old keys itself, capped where it caps its scores. Config
+        attributes are wrong for some families, such as those with latent attention.
     """
     seen, config = {}, model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)

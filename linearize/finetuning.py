@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import set_seed
 from transformers.pytorch_utils import Conv1D
 
+from linearize.logits import decoder_of, head_logits, run_body
 from linearize.losses import token_losses
 from linearize.modeling.attention import branches, linearized_modules, teacher
 from linearize.training import evaluating, preserved, train
@@ -247,7 +248,7 @@ class LogitObjective:
         self.frozen, self.autocast = frozen, autocast
         self.ce_weight, self.kl_weight = ce_weight, kl_weight
         self.groups = [[p for p in model.parameters() if p.requires_grad]]
-        inside = set(self.student.get_decoder().parameters()) - set(
+        inside = set(decoder_of(self.student).parameters()) - set(
             self.student.get_output_embeddings().parameters()
         )
         self.head = [p for p in self.student.parameters() if p.requires_grad and p not in inside]
@@ -266,14 +267,14 @@ class LogitObjective:
         taught = None
         if self.kl_weight:
             with self._teacher() as language_model:
-                hidden = decode(language_model, language_model, inputs)
-            taught = hidden[:, :-1][there], self._teacher_logits
+                said = run_body(language_model, **inputs)
+            taught = said.last_hidden_state[:, :-1][there], partial(self._teacher_logits, said)
         with self._autocast():
-            hidden = decode(model, self.student, inputs)
+            body = run_body(self.student, call=model, **inputs)
             return token_losses(
-                hidden[:, :-1][there],
+                body.last_hidden_state[:, :-1][there],
                 following[there],
-                lambda rows: head_logits(self.student, rows),
+                lambda rows: head_logits(self.student, body, rows[None])[0],
                 ce_weight=self.ce_weight,
                 kl_weight=self.kl_weight,
                 teacher=taught,
@@ -292,50 +293,6 @@ class LogitObjective:
         with adapters_off, teacher(language_model), evaluating(language_model):
             yield language_model
 
-    def _teacher_logits(self, hidden):
+    def _teacher_logits(self, body, rows):
         with self._teacher() as language_model:
-            return head_logits(language_model, hidden)
-
-
-# -------------------------------------------------------------------------- decoder and head apart
-def decode(model, language_model, inputs):
-    """Hidden states [B, T, D] that the head of `language_model` gets.
-
-    `model` is called: `language_model` itself or a wrapper of it.
-    """
-    found = []
-    hook = language_model.get_decoder().register_forward_hook(
-        lambda module, args, output: found.append(output[0])
-    )
-    try:
-        model(**inputs, use_cache=False, logits_to_keep=1)
-    finally:
-        hook.remove()
-    return found[0]
-
-
-def head_logits(language_model, hidden):
-    """Logits [n, V] of hidden states [n, D] by the family's forward, with scale and soft cap."""
-    decoder = language_model.get_decoder()
-    stand_in = {"forward": lambda *args, **kwargs: _Decoded(hidden[None])}
-    before = {name: value for name, value in vars(decoder).items() if name in stand_in}
-    vars(decoder).update(stand_in)
-    try:
-        ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
-        return language_model(input_ids=ids, use_cache=False).logits[0]
-    finally:
-        del vars(decoder)["forward"]
-        vars(decoder).update(before)
-
-
-class _Decoded:
-    """A decoder's output that has hidden states [1, n, D] and nothing else."""
-
-    def __init__(self, hidden):
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, index):
-        return (self.last_hidden_state,)[index]
-
-    def __getattr__(self, name):
-        return None
+            return head_logits(language_model, body, rows[None])[0]

@@ -1,9 +1,9 @@
 """Writes the tables of docs/results.md and README.md from the results of finished runs.
 
-    python scripts/update_results.py quickstart runs/quickstart python scripts/update_results.py
-    smollm2 runs/smollm2-135m-hedgehog-w64 linearize evaluate runs/smollm2-135m-hedgehog-w64/model
-    --efficiency --json > runs/efficiency.json python scripts/update_results.py efficiency
-    runs/efficiency.json
+    python scripts/update_results.py quickstart runs/quickstart
+    python scripts/update_results.py smollm2 runs/smollm2-135m-centroids-w64
+    linearize evaluate runs/smollm2-135m-centroids-w64/model --efficiency --json > runs/speed.json
+    python scripts/update_results.py efficiency runs/speed.json
 
 A table stands between two marks, `<!-- NAME: begin -->` and `<!-- NAME: end -->`; everything
 between them is replaced.
@@ -19,8 +19,9 @@ ROOT = Path(__file__).parent.parent
 MODELS = ("converted", "teacher")
 COMMANDS = {
     "quickstart": "linearize run recipes/quickstart.yaml",
-    "smollm2": "linearize run recipes/smollm2-135m-hedgehog-w64.yaml",
-    "efficiency": "linearize evaluate runs/smollm2-135m-hedgehog-w64/model --efficiency",
+    "smollm2": "linearize run recipes/smollm2-135m-centroids-w64.yaml",
+    "smollm2-hedgehog": "linearize run recipes/smollm2-135m-hedgehog-w64.yaml",
+    "efficiency": "linearize evaluate runs/smollm2-135m-centroids-w64/model --efficiency",
 }
 STAGES = {
     "ablation_after_transfer": "After stage 1 (attention transfer)",
@@ -32,7 +33,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("section", choices=["quickstart", "smollm2", "efficiency"])
+    parser.add_argument("section", choices=list(COMMANDS))
     parser.add_argument(
         "source", type=Path, help="a run directory, or the JSON of an efficiency measurement"
     )

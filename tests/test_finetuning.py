@@ -9,13 +9,12 @@ from linearize.finetuning import (
     LogitObjective,
     add_lora,
     attention_projections,
-    decode,
     finetune,
-    head_logits,
 )
+from linearize.logits import head_logits, run_body
 from linearize.modeling.attention import linearized_modules
 from tests.conftest import random_ids, randomize, tiny_linearized, tiny_llama, tiny_model
-from tests.families import ALL_FULL, skip_if_unavailable
+from tests.families import ALL_FULL
 from tests.test_transfer import Packed, linearized, relative
 from tests.tolerances import ACCUMULATION, GUARD, LOGITS, SOFTMAX_FLOAT32
 
@@ -165,14 +164,16 @@ def test_the_teacher_is_the_original_in_eval_mode_and_the_student_keeps_its_drop
     objective = LogitObjective(model, 0.0, 1.0)
     model.train()
     with objective._teacher() as language_model:
-        hidden = [decode(language_model, language_model, {"input_ids": LONG.ids}) for _ in "ab"]
+        bodies = [run_body(language_model, input_ids=LONG.ids) for _ in "ab"]
+        hidden = [body.last_hidden_state for body in bodies]
         assert torch.equal(*hidden) and not hidden[0].requires_grad
-        logits = head_logits(language_model, hidden[0].flatten(0, 1)).view(2, 24, -1)
+        logits = head_logits(language_model, bodies[0], hidden[0])
     expected = logits_of(tiny_llama(), LONG.ids)
     assert torch.allclose(logits, expected, rtol=0, atol=LOGITS)
     assert dropout.training and model.training
-    students = [decode(model, model.get_base_model(), {"input_ids": LONG.ids}) for _ in "ab"]
-    assert not torch.allclose(*students)
+    language_model = model.get_base_model()
+    students = [run_body(language_model, call=model, input_ids=LONG.ids) for _ in "ab"]
+    assert not torch.allclose(*(body.last_hidden_state for body in students))
 
 
 def test_the_teacher_leaves_what_trains_alone():
@@ -372,31 +373,6 @@ def test_gradient_checkpointing_that_a_model_lacks_is_refused(tmp_path):
     model.supports_gradient_checkpointing = False
     with pytest.raises(ValueError, match="gradient_checkpointing: LinearizedLlamaForCausalLM does"):
         finetune(model, LONG, output_dir=tmp_path, gradient_checkpointing=True, **STAGE)
-
-
-# ------------------------------------------------------------------------------ the families' heads
-@pytest.mark.parametrize(
-    "family",
-    ["cohere", "gemma2", "gpt2", "gpt_neox", "gptj", "granite", "llama", "opt", "phi", "qwen3_moe"],
-)
-def test_decoder_and_head_apart_equal_the_model(family):
-    """Soft caps, scales and biases of the head included."""
-    skip_if_unavailable(family)
-    settings = dict(ALL_FULL[family])
-    settings |= {"cohere": {"logit_scale": 0.3}, "granite": {"logits_scaling": 3.0}}.get(family, {})
-    model = convert(tiny_model(family, scale=1.0, **settings), window=4)
-    ids = random_ids(2, 12)
-    seen = []
-    head = model.get_output_embeddings().register_forward_hook(
-        lambda module, args, out: seen.append(out.shape[1])
-    )
-    with torch.no_grad():
-        hidden = decode(model, model, {"input_ids": ids})
-        head.remove()
-        found = head_logits(model, hidden.flatten(0, 1)).view(2, 12, -1)
-    assert seen == [1]
-    assert torch.allclose(found, logits_of(model, ids), rtol=0, atol=LOGITS)
-    assert "forward" not in vars(model.get_decoder())
 
 
 # ------------------------------------------------------------------------------ refusals

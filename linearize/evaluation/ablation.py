@@ -32,12 +32,11 @@ from linearize.conversion import convert
 from linearize.evaluation.perplexity import (
     check_length,
     exponential,
-    head_logits,
     mean_and_se,
-    run_body,
     scored_slices,
 )
 from linearize.evaluation.windows import UNSCORED, Documents, read_text
+from linearize.logits import head_logits, run_body
 from linearize.modeling.attention import branches, linearized_modules, teacher
 from linearize.modeling.configuration_linearized import LinearizeConfig
 from linearize.training import evaluating
@@ -227,13 +226,14 @@ def _score_batch(
     bodies = {}
     for key, row in different.items():
         with row.mode(row.model):
-            bodies[key] = run_body(row.model, input_ids.to(row.model.device))
+            bodies[key] = run_body(row.model, input_ids=input_ids.to(row.model.device))
         scores[key].open_windows(len(targets))
     for part in scored_slices(targets, logits_chunk):
         reference = None
         for key, row in different.items():
             with row.mode(row.model):
-                logits = head_logits(row.model, bodies[key], part)
+                hidden = bodies[key].last_hidden_state[:, part]
+                logits = head_logits(row.model, bodies[key], hidden).float()
             if reference is None:
                 reference = _Reference.of(logits)
             scores[key].add(logits, reference, targets[:, part].to(logits.device), part.start)

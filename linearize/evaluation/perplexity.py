@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm.auto import tqdm
-from transformers.utils import ModelOutput
 
 from linearize.evaluation.windows import UNSCORED, Documents, read_text
+from linearize.logits import head_logits, run_body
 from linearize.training import evaluating
 
 PROTOCOL = ("length", "stride", "bos", "num_tokens", "sha256")
@@ -134,10 +134,11 @@ def token_nll(
 ) -> Tensor:
     """Negative log-likelihood [B, T] of the targets in nats, fp32; 0 where target is -100."""
     input_ids, targets = input_ids.to(model.device), targets.to(model.device)
-    body = run_body(model, input_ids)
+    body = run_body(model, input_ids=input_ids)
     nll = torch.zeros(targets.shape, device=targets.device)
     for part in scored_slices(targets, logits_chunk):
-        logits, wanted = head_logits(model, body, part), targets[:, part]
+        logits = head_logits(model, body, body.last_hidden_state[:, part]).float()
+        wanted = targets[:, part]
         nll[:, part] = F.cross_entropy(
             logits.flatten(0, 1), wanted.flatten(), ignore_index=UNSCORED, reduction="none"
         ).view_as(wanted)
@@ -150,48 +151,6 @@ def scored_slices(targets: Tensor, logits_chunk: int) -> Iterator[slice]:
     width = max(1, logits_chunk // len(targets))
     for begin in range(scored[0], scored[-1] + 1, width):
         yield slice(begin, min(begin + width, scored[-1] + 1))
-
-
-def run_body(model: nn.Module, input_ids: Tensor) -> ModelOutput:
-    """Output of the model's decoder for ids [B, T]: everything that its head needs.
-
-    The model's own forward runs, with a head that sees one token only.
-    """
-    outputs: list[ModelOutput] = []
-
-    def keep(module: nn.Module, args: Any, output: ModelOutput) -> ModelOutput:
-        outputs.append(output)
-        return _sliced(output, slice(0, 1))
-
-    handle = model.get_decoder().register_forward_hook(keep)
-    try:
-        model(input_ids=input_ids, use_cache=False, return_dict=True)
-    finally:
-        handle.remove()
-    return outputs[0]
-
-
-def head_logits(model: nn.Module, body: ModelOutput, part: slice) -> Tensor:
-    """Logits [B, t, V] in fp32 of the positions `part`, from the output of `run_body`.
-
-    The model's own forward runs, with a decoder that repeats what it said: so soft capping, logit
-    scales and whatever else a family does around its head are its own.
-    """
-    decoder = model.get_decoder()
-    shown = _sliced(body, part)
-    previous = vars(decoder).get("forward")
-    decoder.forward = lambda *args, **kwargs: shown
-    try:
-        placeholder = shown.last_hidden_state.new_zeros(shown.last_hidden_state.shape[:2]).long()
-        return model(input_ids=placeholder, use_cache=False, return_dict=True).logits.float()
-    finally:
-        del decoder.forward
-        if previous is not None:
-            decoder.forward = previous
-
-
-def _sliced(output: ModelOutput, part: slice) -> ModelOutput:
-    return type(output)(**{**output, "last_hidden_state": output.last_hidden_state[:, part]})
 
 
 def mean_and_se(sums: Tensor, counts: Tensor) -> tuple[float, float | None]:

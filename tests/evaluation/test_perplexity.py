@@ -10,11 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from linearize.evaluation.perplexity import (
     check_comparable,
-    head_logits,
     json_ready,
     mean_and_se,
     perplexity,
-    run_body,
 )
 
 SIZES = dict(
@@ -109,30 +107,6 @@ def test_model_is_left_as_it_was():
     assert set(vars(model.model)) == state
     assert not model.model._forward_hooks
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_sliced_logits_are_the_family_s_own(family):
-    model = tiny_model(family, **FAMILIES[family])
-    ids = TOKENS[:24].view(2, 12)
-    with torch.no_grad():
-        full = model(ids).logits
-        body = run_body(model, ids)
-        parts = [head_logits(model, body, slice(i, i + 5)) for i in (0, 5, 10)]
-        after = model(ids).logits
-    torch.testing.assert_close(torch.cat(parts, 1), full, atol=1e-6, rtol=1e-5)
-    assert torch.equal(after, full)
-    assert full.std() > 1e-2, "constant logits would prove nothing"
-
-
-def test_logits_of_a_failing_forward_leave_the_model_intact():
-    model = tiny_llama()
-    body = run_body(model, TOKENS[None])
-    head, model.lm_head = model.lm_head, torch.nn.Linear(3, 3)
-    with pytest.raises(RuntimeError):
-        head_logits(model, body, slice(0, 4))
-    model.lm_head = head
-    assert model(TOKENS[None]).logits.shape == (1, 37, 64)
 
 
 def test_memory_stays_far_below_all_logits():
