@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import json
 import subprocess
 import sys
 import zipfile
@@ -134,3 +135,29 @@ def test_smollm2_is_downloaded_and_speaks(get_smollm2, tmp_path):
         0, ids["input_ids"].shape[1] :
     ]
     assert "Paris" in tokenizer.decode(answer)
+
+
+def test_maps_are_compared_on_the_layers_of_a_model(tmp_path, monkeypatch, capsys):
+    """What is trained beats its start, and both beat the window and sinks alone."""
+    text = "The little bird sat on a tree and sang a song about the sun. " * 12
+    lines = [json.dumps({"text": f"Story {i}. {text}"}) for i in range(40)]
+    (tmp_path / "stories.jsonl").write_text("\n".join(lines))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: {path: tiny-english}\nconvert: {window: 8, sinks: 1}\n"
+        f"data: {{sources: {tmp_path}/stories.jsonl, length: 128, held_out: 0.2}}\n"
+        "transfer: {max_steps: 1, num_queries: 16}\n"
+    )
+    arguments = f"x --recipe {recipe} --layers 1 2 --rows 6 --held-out-rows 2 --steps 60 --"
+    settings = ["feature_map=hedgehog,feature_dim=16", "feature_map=centroids"]
+    monkeypatch.setattr(sys, "argv", [*arguments.split(), *settings])
+    load("compare_maps").main()
+    rows = {
+        cells[1]: [float(cell) for cell in cells[2:5]]
+        for line in capsys.readouterr().out.splitlines()
+        if (cells := [cell.strip() for cell in line.split("│")]) and len(cells) == 7
+    }
+    assert list(rows) == ["window + sinks", *settings]
+    floor = rows["window + sinks"]
+    for name in settings:
+        assert all(x < y for x, y in zip(rows[name], floor)), rows
