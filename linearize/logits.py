@@ -48,7 +48,7 @@ def head_logits(model: nn.Module, body: ModelOutput, hidden: Tensor) -> Tensor:
             decoder.forward = previous
 
 
-def decoder_of(model: nn.Module) -> nn.Module:
+def decoder_of(model: Any) -> nn.Module:
     """The model without its head. For Llama 4 `get_decoder` returns the whole model."""
     decoder = model.get_decoder()
     return model.model if decoder is model else decoder

@@ -14,7 +14,6 @@ from linearize import convert
 from linearize.modeling.attention import branches, linearized_modules, transfer
 from linearize.modeling.configuration_linearized import K_MAPS, MIXING_RULES
 from linearize.modeling.feature_maps import FEATURE_MAPS
-from linearize.modeling.ops import hybrid_quadratic
 from linearize.transfer import (
     LOSSES,
     TransferObjective,
@@ -22,15 +21,12 @@ from linearize.transfer import (
     draw_queries,
     eligible,
     layer_loss,
-    student_output,
     transfer_attention,
 )
 from tests.conftest import ROOT, random_ids, randomize, tiny_linearized, tiny_llama
 from tests.definition import make_case
 from tests.tolerances import (
     ACCUMULATION,
-    FLOAT64,
-    FLOAT64_GRADIENT,
     GUARD,
     SOFTMAX_FLOAT32,
     TEACHER,
@@ -175,53 +171,7 @@ def test_a_window_over_everything_gives_zero_loss(loss):
     assert min(found[2:]) > GUARD
 
 
-# ------------------------------------------------------------------------------ the student's rows
-@pytest.mark.parametrize("sinks", [0, 3])
-@pytest.mark.parametrize("k_map", K_MAPS)
-@pytest.mark.parametrize("mixing", MIXING_RULES)
-@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
-def test_student_rows_equal_the_definition(feature_map, mixing, k_map, sinks):
-    case = make_case(feature_map, mixing, k_map=k_map, tokens=24, sinks=sinks, softcap=3.0)
-    documents = torch.tensor([[0] * 24, [0] * 9 + [1] * 15])
-    queries = torch.tensor([[3, 23, 11, 4, 12], [8, 9, 23, 14, 16]])
-    inputs = dict(documents=documents, queries=queries)
-    sink_logit = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64)
-    op = case.heads.operator(scaling=case.op.scaling, softcap=3.0, sink_logit=sink_logit)
-    expected = hybrid_quadratic(op, *case.qkv, **inputs).out
-    found = student_output(
-        case.heads, *case.qkv, scaling=op.scaling, softcap=3.0, sink_logit=sink_logit, **inputs
-    )
-    assert torch.allclose(found, expected, rtol=0, atol=FLOAT64)
-    direction = torch.randn(found.shape, dtype=torch.float64)
-    parameters = {n: p for n, p in case.heads.named_parameters() if p.requires_grad}
-    if parameters:
-        a, b = (
-            torch.autograd.grad(
-                (out * direction).sum(), list(parameters.values()), materialize_grads=True,
-                allow_unused=True,
-            )
-            for out in (found, expected)
-        )  # fmt: skip
-        for name, x, y in zip(parameters, a, b):
-            assert torch.allclose(x, y, rtol=FLOAT64_GRADIENT, atol=FLOAT64_GRADIENT), name
-
-
-@pytest.mark.parametrize("size", [20.0, 80.0])
-@pytest.mark.parametrize("mixing", MIXING_RULES)
-@pytest.mark.parametrize("feature_map", ["hedgehog", "hedgehog_exp"])
-def test_student_rows_stay_finite_for_extreme_inputs(feature_map, mixing, size):
-    """Sums of features that underflow count as zero, in the output and in the gradient."""
-    case = make_case(feature_map, mixing, tokens=64)
-    heads = case.heads.float()
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (size * torch.randn(x.shape, generator=generator) for x in case.qkv)
-    queries = torch.arange(20, 64).expand(len(q), -1)
-    out = student_output(heads, q, k, v, queries, scaling=case.op.scaling)
-    out.sum().backward()
-    assert out.isfinite().all()
-    assert all(p.grad.isfinite().all() for p in heads.parameters() if p.grad is not None)
-
-
+# ------------------------------------------------------------------------------ the student
 def test_losses_of_padded_rows_come_from_the_definition():
     """A padded batch gives the loss of its rows alone."""
     model = tiny_linearized()

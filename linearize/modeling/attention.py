@@ -24,7 +24,8 @@ from .cache import check_softmax_layer, claim_cache_layer, find_cache
 from .chunked import advance, hybrid_chunked, hybrid_packed
 from .feature_maps import FEATURE_MAPS
 from .masking import documents_of, merge_padding, padding_mask, padding_of
-from .ops import Hybrid, empty_state, hybrid_quadratic, hybrid_step
+from .ops import Hybrid, Rows, empty_state, hybrid_quadratic, hybrid_step
+from .rows import hybrid_rows
 
 IMPLEMENTATION = "linearized"
 START_WEIGHT = (
@@ -124,8 +125,9 @@ class LinearizedHeads(nn.Module):
         )
 
     def forward(
-        self, q, k, v, *, valid=None, documents=None, queries=None, cache_layer=None, **operator
-    ):
+        self, q, k, v, *, valid=None, documents=None, queries=None, weights=False,
+        cache_layer=None, **operator,
+    ):  # fmt: skip
         """Attention outputs of one layer.
 
         Args:
@@ -134,20 +136,24 @@ class LinearizedHeads(nn.Module):
             v: [B, G, T, Dv] values.
             valid: [B, T] bool, False for padding; None if all tokens are real.
             documents: [B, T] int, the document of each token; None if every row is one document.
-            queries: [B, Q] indices into T; only these rows are computed, by the definition.
+            queries: [B, Q] indices into T; only these rows are computed, and q, k, v are constants.
+            weights: with queries, also the weights of all keys.
             cache_layer: a LinearizedLayer that holds what came before, and is advanced.
             operator: scaling, softcap, sink_logit, window, linear; see `operator`.
 
         Returns:
-            [B, H, T, Dv], or ops.Rows if queries are given.
+            [B, H, T, Dv], or ops.Rows if queries are given: without `weights` only its `out`.
         """
         if torch.is_autocast_enabled(q.device.type):  # scores, normaliser and state stay fp32
-            given = dict(valid=valid, documents=documents, queries=queries, cache_layer=cache_layer)
+            given = dict(valid=valid, documents=documents, cache_layer=cache_layer)
+            given |= dict(queries=queries, weights=weights)
             with torch.autocast(q.device.type, enabled=False):
                 return self.forward(q, k, v, **given, **operator)
         op = self.operator(**operator)
-        if queries is not None:
+        if queries is not None and (weights or valid is not None):
             return hybrid_quadratic(op, q, k, v, valid=valid, documents=documents, queries=queries)
+        if queries is not None:
+            return Rows(hybrid_rows(op, q, k, v, queries, documents=documents), None, None)
 
         def start():
             return empty_state(op, q, k, v, self.feature_map_k.num_features)

@@ -23,6 +23,7 @@ from linearize.modeling.configuration_linearized import MIXING_RULES, LinearizeC
 from linearize.modeling.feature_maps import FEATURE_MAPS
 from linearize.modeling.masking import documents_of, padding_of
 from linearize.modeling.ops import Rows, hybrid_quadratic
+from linearize.modeling.rows import hybrid_rows
 
 GEOMETRY = {
     "0": {"num_heads": 4, "num_key_value_heads": 2, "qk_dim": 8, "v_dim": 8, "scaling": 8**-0.5}
@@ -155,10 +156,14 @@ def test_module_runs_the_operator():
     packed = hybrid_packed(op, *case.qkv, start, valid=valid, documents=documents)
     assert torch.equal(run(valid=valid, documents=documents), packed)
     queries = torch.tensor([[4, 16], [0, 9]])
-    rows = run(valid=valid, documents=documents, queries=queries)
+    rows = run(valid=valid, documents=documents, queries=queries, weights=True)
     assert isinstance(rows, Rows)
     expected = hybrid_quadratic(op, *case.qkv, valid=valid, documents=documents, queries=queries)
     assert all(torch.equal(a, b) for a, b in zip(rows, expected))
+    assert torch.equal(run(valid=valid, documents=documents, queries=queries).out, expected.out)
+    few = run(documents=documents, queries=queries)
+    assert torch.equal(few.out, hybrid_rows(op, *case.qkv, queries, documents=documents))
+    assert few.log_weights is None
 
 
 def test_no_branch_is_refused():
