@@ -27,7 +27,7 @@ from linearize.transfer import transfer_attention
 logger = logging.getLogger(__name__)
 
 SAVE_STEPS = 100
-FINETUNED_ROWS = ("converted", "window_only", "linear_only")
+FINETUNED_ROWS = ("converted", "window_only", "linear_only", "no_attention")
 BASELINES = {  # row: what is trained, and how the result answers
     "teacher_finetuned": ("softmax", teacher),
     "swa_sinks_finetuned": ("window", partial(branches, linear=False)),

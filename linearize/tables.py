@@ -7,12 +7,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from linearize.evaluation.ablation import verdict
+
 UNITS = ("", "k", "M", "G", "T", "P")
 BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 ROW_NAMES = {
     "control": "control (window covers all)",
     "window_only": "window only",
     "linear_only": "linear only",
+    "no_attention": "no attention",
     "swa_sinks": "window + sinks, untrained",
     "teacher_finetuned": "teacher, finetuned",
     "swa_sinks_finetuned": "window + sinks, finetuned",
@@ -75,6 +78,9 @@ def results(found: Mapping[str, Any]) -> RenderableType:
     for key, title in TABLES.items():
         if key in found:
             parts += [Text(title, style="bold"), ablation(found[key])]
+            said = verdict(found[key])
+            if said is not None:
+                parts.append(Text(said))
             closed = found.get("gap_closed", {}).get(key)
             if closed is not None:
                 parts.append(Text(f"{100 * closed:.0f} % of the gap in log perplexity is closed"))

@@ -15,6 +15,8 @@ import re
 from datetime import date
 from pathlib import Path
 
+from linearize.evaluation.ablation import verdict
+
 ROOT = Path(__file__).parent.parent
 MODELS = ("converted", "teacher")
 COMMANDS = {
@@ -73,6 +75,7 @@ def run_section(results):
     for key, title in STAGES.items():
         if key in results:
             parts += [f"**{title}**" + closed(results, key), ablation_table(results[key])]
+            parts += [said for said in [verdict(results[key])] if said is not None]
     if "ablation" in results:
         parts += [
             "**By position in the window of text** (perplexity of the result)",

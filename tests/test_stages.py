@@ -8,6 +8,7 @@ from tinytext import save_base, save_corpus
 from transformers import AutoModelForCausalLM
 
 from linearize import stages
+from linearize.evaluation.ablation import ROWS
 from linearize.recipe import Recipe, load_recipe
 from linearize.saved import evaluate
 from linearize.stages import gap_closed, run
@@ -59,7 +60,7 @@ def test_the_run_directory_holds_recipe_results_checkpoints_and_model(finished):
 
 def test_results_hold_every_row_and_what_they_cost(finished):
     results = finished[2]
-    first = {"teacher", "converted", "window_only", "linear_only", "swa_sinks", "control"}
+    first = set(ROWS)
     assert set(results["ablation_after_transfer"]) == first
     assert set(results["ablation"]) == first | {"teacher_finetuned", "swa_sinks_finetuned"}
     keys = {"perplexity", "perplexity_se", "kl_to_teacher", "top1_agreement", "buckets"}

@@ -8,6 +8,7 @@ Rows (Zhang et al. 2024 give the full model only; the other rows show what does 
 - converted: the model as it is.
 - window_only: linear branch off; the window and the sinks stay.
 - linear_only: window and sinks off; the linear branch gets their keys.
+- no_attention: converted layers give nothing to the residual stream.
 - swa_sinks: base weights, last W and first N keys (4 where the conversion has no sinks), nothing
   trained. The floor that a conversion must beat.
 - control: base weights, our code with W >= T. It must equal the teacher.
@@ -16,7 +17,7 @@ Layers that the conversion left alone keep their softmax attention in every row.
 """
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -37,11 +38,13 @@ from linearize.evaluation.perplexity import (
 )
 from linearize.evaluation.windows import UNSCORED, Documents, read_text
 from linearize.logits import head_logits, run_body
-from linearize.modeling.attention import branches, linearized_modules, teacher
+from linearize.modeling.attention import branches, linearized_modules, no_attention, teacher
 from linearize.modeling.configuration_linearized import LinearizeConfig
 from linearize.training import evaluating
 
-ROWS = ("teacher", "converted", "window_only", "linear_only", "swa_sinks", "control")
+ROWS = (
+    "teacher", "converted", "window_only", "linear_only", "no_attention", "swa_sinks", "control"
+)  # fmt: skip
 FLOOR_SINKS = 4
 LOG_ZERO = -1e4  # stands for the logarithm of zero, of which a probability of zero makes nothing
 CONTROL_KL = 1e-5  # nats per token in fp32: rounding stays far below, a wrong code path far above
@@ -106,7 +109,9 @@ def ablation(
     Returns:
         {row: {"perplexity", "perplexity_se", "nll", "nll_se", "kl_to_teacher", "kl_to_teacher_se",
         "top1_agreement", "top1_agreement_se", "num_tokens", "buckets", and the protocol}}. The
-        control also has "max_logit_difference" to the teacher.
+        control also has "max_logit_difference" to the teacher. Next to window_only, the converted
+        row has "linear_branch": the "gain" in nats per token over it with the "gain_se" of the
+        paired difference, and the same by bucket.
 
     Raises:
         ValueError: The model is not converted, a row is unknown, or a setting makes no sense.
@@ -133,6 +138,9 @@ def ablation(
     }
     reported = [row if isinstance(row, str) else row.name for row in rows]
     results = {name: scores[table[name].answer].summary() | protocol for name in reported}
+    if {"converted", "window_only"} <= set(reported):
+        with_branch, without = (scores[table[n].answer] for n in ("converted", "window_only"))
+        results["converted"]["linear_branch"] = with_branch.gain_over(without)
     if "control" in reported:
         control, score = results["control"], scores[table["control"].answer]
         control["max_logit_difference"] = score.max_logit_difference
@@ -166,6 +174,7 @@ def _rows(
             Row("converted", model),
             Row("window_only", model, no_linear),
             Row("linear_only", model, partial(branches, window=False)),
+            Row("no_attention", model, no_attention),
             Row("swa_sinks", base, floor),
             Row("control", base, partial(_exact_keys, window=length)),
         )
@@ -279,6 +288,17 @@ class _Scores:
         difference = (logits - reference.logits).abs().amax(-1)[is_scored]
         self.max_logit_difference = max(self.max_logit_difference, float(difference.max()))
 
+    def gain_over(self, other: "_Scores") -> dict[str, Any]:
+        """How much smaller the loss is than that of another row, paired by window of text."""
+        sums, others = (torch.cat(x.sums, dim=1) for x in (self, other))
+        saved, counts = others[0] - sums[0], sums[3]  # [K, buckets]
+        buckets = [
+            {"from": low, "to": high, **_gain(saved[:, i], counts[:, i])}
+            for i, (low, high) in enumerate(zip(self.edges, self.edges[1:], strict=False))
+            if counts[:, i].any()
+        ]
+        return {**_gain(saved.sum(1), counts.sum(1)), "buckets": buckets}
+
     def summary(self) -> dict[str, Any]:
         """Means, standard errors and buckets."""
         sums = torch.cat(self.sums, dim=1)  # [4, K, buckets]
@@ -290,6 +310,18 @@ class _Scores:
         return {**_summarize(sums.sum(-1)), "buckets": buckets}
 
 
+def verdict(rows: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """What the table says of the linear branch, in one sentence; None without the two rows."""
+    branch = rows.get("converted", {}).get("linear_branch")
+    if branch is None or not branch["gain_se"]:
+        return None
+    gain, se = branch["gain"], branch["gain_se"]
+    measured = f"{abs(gain):.3f} ± {se:.3f} nats per token ({abs(gain) / se:.0f} standard errors)"
+    if abs(gain) < 2 * se:
+        return f"The linear branch makes no measurable difference: {measured}."
+    return f"The linear branch {'lowers' if gain > 0 else 'raises'} the loss by {measured}."
+
+
 def _summarize(sums: Tensor) -> dict[str, Any]:
     """Means with errors from sums [4, K] of nll, KL, agreement and number of tokens per window."""
     nll, kl, agreement, counts = sums
@@ -298,6 +330,12 @@ def _summarize(sums: Tensor) -> dict[str, Any]:
     for name, values in (("kl_to_teacher", kl), ("top1_agreement", agreement)):
         result[name], result[f"{name}_se"] = mean_and_se(values, counts)
     return {**result, "num_tokens": int(counts.sum())}
+
+
+def _gain(saved: Tensor, counts: Tensor) -> dict[str, float | None]:
+    """Mean saving per token and its error, from sums per window [K]."""
+    mean, se = mean_and_se(saved, counts)
+    return {"gain": mean, "gain_se": se}
 
 
 def _edges(window: int, length: int) -> list[int]:

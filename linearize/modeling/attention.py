@@ -210,7 +210,8 @@ class LinearizedAttentionMixin:
     """Stands in front of a stock attention class; see `linearize_`.
 
     linearize_mode: "linear" the converted layer; "softmax" the original one, from the same weights;
-    "transfer" the original one, and linearize_observer is told what went in and came out.
+    "transfer" the original one, and linearize_observer is told what went in and came out; "off" a
+    layer whose attention output is zero.
     """
 
     is_linearized_attention = True
@@ -256,6 +257,8 @@ class LinearizedAttentionMixin:
             return softmax_attention(self)(
                 self, query, key, value, attention_mask, dropout=dropout, **teacher
             )
+        if self.linearize_mode == "off":
+            return query.new_zeros(B, T, query.shape[1], value.shape[-1]), None
         scaling = D**-0.5 if scaling is None else scaling
         layer = linearize_cache_layer
         valid = padding_of(attention_mask, B, T, None if layer is None else layer.cumulative_length)
@@ -370,6 +373,11 @@ def branches(model, *, window=True, linear=True):
     if not (window or linear):
         raise ValueError("branches: window and linear are both off; a layer needs one of them")
     return _set(model, linearize_branches=(window, linear))
+
+
+def no_attention(model):
+    """Context in which every converted layer's attention output is zero."""
+    return _set(model, linearize_mode="off")
 
 
 def transfer(model, observer):

@@ -6,7 +6,7 @@ from conftest import random_ids, randomize, tiny_linearized, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import linearize
-from linearize.evaluation.ablation import ROWS, Row, ablation
+from linearize.evaluation.ablation import ROWS, Row, ablation, verdict
 from linearize.evaluation.perplexity import check_comparable, perplexity
 
 WINDOW, LENGTH = 4, 32
@@ -137,6 +137,58 @@ def test_layers_left_alone_keep_their_attention_in_every_row():
         assert results[name]["nll"] == pytest.approx(plain[name]["nll"], abs=1e-6)
     everywhere = table(tiny_linearized(sinks=1), rows=["swa_sinks"])
     assert abs(everywhere["swa_sinks"]["nll"] - plain["swa_sinks"]["nll"]) > 1e-3
+
+
+def test_no_attention_is_a_model_without_its_output_projections():
+    model, without = tiny_linearized(sinks=1), tiny_llama()
+    with torch.no_grad():
+        for layer in without.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    expected = perplexity(without, None, IDS, length=LENGTH)
+    found = table(model, rows=["no_attention"])["no_attention"]
+    assert found["nll"] == pytest.approx(expected["nll"], abs=1e-6)
+    assert model.model.layers[0].self_attn.linearize_mode == "linear"
+
+
+def test_the_gain_of_the_linear_branch_is_the_paired_difference():
+    model = tiny_linearized(sinks=1)
+    results = table(model, rows=["converted", "window_only"])
+    branch = results["converted"]["linear_branch"]
+    converted, without = results["converted"], results["window_only"]
+    assert branch["gain"] == pytest.approx(without["nll"] - converted["nll"], abs=1e-9)
+    for found, a, b in zip(branch["buckets"], converted["buckets"], without["buckets"]):
+        assert (found["from"], found["to"]) == (a["from"], a["to"])
+        assert found["gain"] == pytest.approx(b["nll"] - a["nll"], abs=1e-9)
+    assert abs(branch["buckets"][0]["gain"]) < 1e-6, "nothing is hidden from the first W tokens"
+    saved, counts = [], []
+    for begin in range(0, len(IDS) - 1, LENGTH):
+        ids = IDS[begin : begin + LENGTH + 1][None]
+        losses = []
+        with torch.no_grad():
+            for linear in (False, True):
+                with linearize.branches(model, linear=linear):
+                    losses.append(model(ids[:, :-1], labels=None).logits[0].double())
+        nll = [torch.nn.functional.cross_entropy(x, ids[0, 1:], reduction="sum") for x in losses]
+        saved.append((nll[0] - nll[1]).item())
+        counts.append(ids.shape[1] - 1)
+    saved, counts = (torch.tensor(x, dtype=torch.float64) for x in (saved, counts))
+    mean, K = saved.sum() / counts.sum(), len(saved)
+    variance = K / (K - 1) * (saved - mean * counts).square().sum() / counts.sum() ** 2
+    assert branch["gain_se"] == pytest.approx(variance.sqrt().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("gain", "words"),
+    [(0.5, "lowers the loss by 0.500"), (-0.5, "raises the loss by 0.500"),
+     (0.01, "makes no measurable difference: 0.010")],
+)  # fmt: skip
+def test_verdict(gain, words):
+    rows = {"converted": {"linear_branch": {"gain": gain, "gain_se": 0.02}}}
+    assert words in verdict(rows)
+    assert "± 0.020 nats per token" in verdict(rows)
+    assert verdict({"converted": {}}) is None
+    rows["converted"]["linear_branch"]["gain_se"] = None
+    assert verdict(rows) is None
 
 
 def test_rows_of_your_own():
