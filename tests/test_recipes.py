@@ -10,7 +10,11 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
 def test_there_are_recipes():
-    assert {"quickstart.yaml", "smollm2-135m-hedgehog-w64.yaml"} <= {file.name for file in RECIPES}
+    assert {
+        "quickstart.yaml",
+        "smollm2-135m-centroids-w64.yaml",
+        "smollm2-135m-hedgehog-w64.yaml",
+    } <= {file.name for file in RECIPES}
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)

@@ -46,7 +46,7 @@ ROWS = (
     "teacher", "converted", "window_only", "linear_only", "no_attention", "swa_sinks", "control"
 )  # fmt: skip
 FLOOR_SINKS = 4
-LOG_ZERO = -1e4  # stands for the logarithm of zero, of which a probability of zero makes nothing
+LOG_ZERO = -1e4  # stands for a logit of minus infinity, so that differences are finite
 CONTROL_KL = 1e-5  # nats per token in fp32: rounding stays far below, a wrong code path far above
 
 
@@ -243,21 +243,25 @@ def _score_batch(
             with row.mode(row.model):
                 hidden = bodies[key].last_hidden_state[:, part]
                 logits = head_logits(row.model, bodies[key], hidden).float()
+            logits.clamp_(min=LOG_ZERO)
             if reference is None:
                 reference = _Reference.of(logits)
             scores[key].add(logits, reference, targets[:, part].to(logits.device), part.start)
 
 
 class _Reference(NamedTuple):
-    """The teacher's answer for a slice: logits, log-probabilities [B, t, V], best token [B, t]."""
+    """The teacher's answer for a slice: logits and probabilities [B, t, V], the logarithm of their
+    sum and the best token [B, t].
+    """
 
     logits: Tensor
-    log_p: Tensor
+    p: Tensor
+    total: Tensor
     best: Tensor
 
     @classmethod
     def of(cls, logits: Tensor) -> "_Reference":
-        return cls(logits, logits.log_softmax(-1), logits.argmax(-1))
+        return cls(logits, logits.softmax(-1), logits.logsumexp(-1), logits.argmax(-1))
 
 
 @dataclass
@@ -275,17 +279,17 @@ class _Scores:
     def add(self, logits: Tensor, reference: _Reference, targets: Tensor, begin: int) -> None:
         """Adds a slice from position `begin` on: logits [B, t, V], targets [B, t]."""
         is_scored = targets != UNSCORED
-        log_q = logits.log_softmax(-1)
-        nll = -log_q.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-        gap = reference.log_p.clamp(min=LOG_ZERO) - log_q.clamp(min=LOG_ZERO)
-        kl = (reference.log_p.exp() * gap).sum(-1)
+        total = logits.logsumexp(-1)
+        nll = total - logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+        gap = reference.logits - logits
+        kl = (reference.p * gap).sum(-1) - reference.total + total  # 0 for the teacher itself
         agrees = (logits.argmax(-1) == reference.best).float()
         values = torch.stack([nll, kl, agrees, torch.ones_like(nll)])
         values = torch.where(is_scored, values, 0).double().cpu()  # [4, B, t]
         positions = torch.arange(begin, begin + targets.shape[1])
         bucket = torch.bucketize(positions, torch.tensor(self.edges[1:-1]), right=True)
         self.sums[-1].index_add_(2, bucket, values)
-        difference = (logits - reference.logits).abs().amax(-1)[is_scored]
+        difference = gap.abs().amax(-1)[is_scored]
         self.max_logit_difference = max(self.max_logit_difference, float(difference.max()))
 
     def gain_over(self, other: "_Scores") -> dict[str, Any]:
