@@ -66,7 +66,7 @@ def efficiency(
     ).to(model.device)
     model.eval()
     with torch.no_grad():
-        decode = [_decode(model, ids[:, :n], decode_tokens, rounds) for n in contexts]
+        decode = _decode(model, ids, contexts, decode_tokens, rounds)
         prefill = [_prefill(model, ids[:, :n], rounds) for n in prefills]
     return {
         "decode": decode,
@@ -82,22 +82,30 @@ def _modes(model):
     return {"converted": nullcontext(), "teacher": teacher(model)}
 
 
-def _decode(model, ids, steps, rounds):
-    caches = {}
-    for name, mode in _modes(model).items():
-        with mode:
-            caches[name] = _filled_cache(model, ids, name)
-    seconds = {name: [] for name in caches}
-    token = ids[:, -1:]
+def _decode(model, ids, contexts, steps, rounds):
+    """One row per context. All contexts and both models take turns, so that a computer that slows
+    down meanwhile does not look like a cost of length.
+    """
+    caches, seconds, token = {}, {}, ids[:, -1:]
+    for n in contexts:
+        for name, mode in _modes(model).items():
+            with mode:
+                caches[n, name] = _filled_cache(model, ids[:, :n], name)
+                seconds[n, name] = []
     for _ in range(rounds):
         for name, mode in _modes(model).items():
             with mode:
-                _steps(model, token, caches[name], 1)
-                run = partial(_steps, model, token, caches[name], steps)
-                seconds[name].append(_timed(run, model.device) / steps)
-    row = {"context": ids.shape[1], **{f"{name}_s": min(times) for name, times in seconds.items()}}
-    row["speedup"] = row["teacher_s"] / row["converted_s"]
-    return row | {f"{name}_cache_bytes": cache_bytes(cache) for name, cache in caches.items()}
+                for n in contexts:
+                    _steps(model, token, caches[n, name], 1)
+                    run = partial(_steps, model, token, caches[n, name], steps)
+                    seconds[n, name].append(_timed(run, model.device) / steps)
+    rows = []
+    for n in contexts:
+        row = {"context": n, **{f"{name}_s": min(seconds[n, name]) for name in _modes(model)}}
+        row["speedup"] = row["teacher_s"] / row["converted_s"]
+        size = {f"{name}_cache_bytes": cache_bytes(caches[n, name]) for name in _modes(model)}
+        rows.append(row | size)
+    return rows
 
 
 def _steps(model, token, cache, count):
