@@ -15,6 +15,7 @@ import re
 from datetime import date
 from pathlib import Path
 
+from linearize import loading
 from linearize.evaluation.ablation import verdict
 
 ROOT = Path(__file__).parent.parent
@@ -177,10 +178,11 @@ def sample_text(sample):
 
 
 def efficiency_section(measured):
-    """Decode and prefill against the teacher."""
-    step = measured["transfer_step"]
+    """Decode and prefill against the teacher, measured here and now."""
+    step, here = measured["transfer_step"], loading.provenance()
     how = (
-        f"{date.today().isoformat()}, {measured['dtype']}, {measured['threads']} threads, batch 1; "
+        f"{date.today().isoformat()}, {here['hardware']}, commit `{here['commit'][:12]}`, "
+        f"{measured['dtype']}, {measured['threads']} threads, batch 1; "
         "the fastest of several rounds, both models in turn in one process: read the ratios."
     )
     growth = (
