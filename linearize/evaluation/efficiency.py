@@ -6,6 +6,7 @@ Random tokens; the time does not depend on them.
 """
 
 import gc
+import inspect
 import threading
 import time
 from contextlib import nullcontext
@@ -13,13 +14,18 @@ from functools import partial
 
 import psutil
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaForCausalLM
 
 from linearize.modeling.attention import linearized_modules, teacher
 from linearize.training import preserved
 from linearize.transfer import TransferObjective
 
 ROUNDS = 3
+CACHE = (  # the argument's name; `cache` since transformers 5.24
+    "cache"
+    if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters
+    else "past_key_values"
+)
 
 
 def efficiency(
@@ -110,7 +116,7 @@ def _decode(model, ids, contexts, steps, rounds):
 
 def _steps(model, token, cache, count):
     for _ in range(count):
-        model(token, cache=cache, use_cache=True)
+        model(token, use_cache=True, **{CACHE: cache})
 
 
 def _filled_cache(model, ids, name, chunk=1024):
@@ -123,9 +129,9 @@ def _filled_cache(model, ids, name, chunk=1024):
     cache = DynamicCache(config=model.config)
     if name == "converted":
         for part in ids.split(chunk, 1):
-            model(part, cache=cache, use_cache=True, logits_to_keep=1)
+            model(part, use_cache=True, logits_to_keep=1, **{CACHE: cache})
         return cache
-    model(ids[:, :1], cache=cache, use_cache=True)
+    model(ids[:, :1], use_cache=True, **{CACHE: cache})
     for layer in cache.layers:
         B, G, _, D = layer.keys.shape
         more = ids.shape[1] - layer.keys.shape[2]
