@@ -7,8 +7,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from linearize.evaluation.ablation import verdict
-
 UNITS = ("", "k", "M", "G", "T", "P")
 BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 ROW_NAMES = {
@@ -114,6 +112,18 @@ def ablation(rows: Mapping[str, Mapping[str, Any]]) -> Table:
             f"{100 * row['top1_agreement']:.1f} %",
         )
     return table
+
+
+def verdict(rows: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """What the table says of the linear branch, in one sentence; None without the two rows."""
+    branch = rows.get("converted", {}).get("linear_branch")
+    if branch is None or not branch["gain_se"]:
+        return None
+    gain, se = branch["gain"], branch["gain_se"]
+    measured = f"{abs(gain):.3f} ± {se:.3f} nats per token ({abs(gain) / se:.0f} standard errors)"
+    if abs(gain) < 2 * se:
+        return f"The linear branch makes no measurable difference: {measured}."
+    return f"The linear branch {'lowers' if gain > 0 else 'raises'} the loss by {measured}."
 
 
 def efficiency(found: Mapping[str, Any]) -> RenderableType:

@@ -16,7 +16,7 @@ from datetime import date
 from pathlib import Path
 
 from linearize import loading
-from linearize.evaluation.ablation import verdict
+from linearize.tables import verdict
 
 ROOT = Path(__file__).parent.parent
 MODELS = ("converted", "teacher")
@@ -76,7 +76,7 @@ def run_section(results):
     for key, title in STAGES.items():
         if key in results:
             parts += [f"**{title}**" + closed(results, key), ablation_table(results[key])]
-            parts += [said for said in [verdict(results[key])] if said is not None]
+            parts += filter(None, [verdict(results[key])])
     if "ablation" in results:
         parts += [
             "**By position in the window of text** (perplexity of the result)",

@@ -57,3 +57,17 @@ def test_results_show_gap_samples_and_costs():
     text = printed(tables.results(found))
     for part in ("50 % of the gap", "a b", "a c", "1,000 tokens in 2 s, 500 tokens/s", "runs/x"):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("gain", "words"),
+    [(0.5, "lowers the loss by 0.500"), (-0.5, "raises the loss by 0.500"),
+     (0.01, "makes no measurable difference: 0.010")],
+)  # fmt: skip
+def test_verdict(gain, words):
+    rows = {"converted": {"linear_branch": {"gain": gain, "gain_se": 0.02}}}
+    assert words in tables.verdict(rows)
+    assert "± 0.020 nats per token" in tables.verdict(rows)
+    assert tables.verdict({"converted": {}}) is None
+    rows["converted"]["linear_branch"]["gain_se"] = None
+    assert tables.verdict(rows) is None

@@ -17,7 +17,7 @@ Layers that the conversion left alone keep their softmax attention in every row.
 """
 
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -295,35 +295,22 @@ class _Scores:
     def gain_over(self, other: "_Scores") -> dict[str, Any]:
         """How much smaller the loss is than that of another row, paired by window of text."""
         sums, others = (torch.cat(x.sums, dim=1) for x in (self, other))
-        saved, counts = others[0] - sums[0], sums[3]  # [K, buckets]
-        buckets = [
-            {"from": low, "to": high, **_gain(saved[:, i], counts[:, i])}
-            for i, (low, high) in enumerate(zip(self.edges, self.edges[1:], strict=False))
-            if counts[:, i].any()
-        ]
-        return {**_gain(saved.sum(1), counts.sum(1)), "buckets": buckets}
+        return self._by_bucket(torch.stack([others[0] - sums[0], sums[3]]), _gain)
 
     def summary(self) -> dict[str, Any]:
         """Means, standard errors and buckets."""
-        sums = torch.cat(self.sums, dim=1)  # [4, K, buckets]
+        return self._by_bucket(torch.cat(self.sums, dim=1), _summarize)
+
+    def _by_bucket(
+        self, sums: Tensor, summarize: Callable[[Tensor], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """A summary of sums [n, K, buckets], whose last are counts, overall and of each bucket."""
         buckets = [
-            {"from": low, "to": high, **_summarize(sums[..., i])}
+            {"from": low, "to": high, **summarize(sums[..., i])}
             for i, (low, high) in enumerate(zip(self.edges, self.edges[1:], strict=False))
-            if sums[3, :, i].any()
+            if sums[-1, :, i].any()
         ]
-        return {**_summarize(sums.sum(-1)), "buckets": buckets}
-
-
-def verdict(rows: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """What the table says of the linear branch, in one sentence; None without the two rows."""
-    branch = rows.get("converted", {}).get("linear_branch")
-    if branch is None or not branch["gain_se"]:
-        return None
-    gain, se = branch["gain"], branch["gain_se"]
-    measured = f"{abs(gain):.3f} ± {se:.3f} nats per token ({abs(gain) / se:.0f} standard errors)"
-    if abs(gain) < 2 * se:
-        return f"The linear branch makes no measurable difference: {measured}."
-    return f"The linear branch {'lowers' if gain > 0 else 'raises'} the loss by {measured}."
+        return {**summarize(sums.sum(-1)), "buckets": buckets}
 
 
 def _summarize(sums: Tensor) -> dict[str, Any]:
@@ -336,9 +323,9 @@ def _summarize(sums: Tensor) -> dict[str, Any]:
     return {**result, "num_tokens": int(counts.sum())}
 
 
-def _gain(saved: Tensor, counts: Tensor) -> dict[str, float | None]:
-    """Mean saving per token and its error, from sums per window [K]."""
-    mean, se = mean_and_se(saved, counts)
+def _gain(sums: Tensor) -> dict[str, float | None]:
+    """Mean saving per token and its error, from sums [2, K] of savings and number of tokens."""
+    mean, se = mean_and_se(*sums)
     return {"gain": mean, "gain_se": se}
 
 

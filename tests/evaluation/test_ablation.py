@@ -6,7 +6,7 @@ from conftest import random_ids, randomize, tiny_linearized, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import linearize
-from linearize.evaluation.ablation import ROWS, Row, ablation, verdict
+from linearize.evaluation.ablation import ROWS, Row, ablation
 from linearize.evaluation.perplexity import check_comparable, perplexity
 
 WINDOW, LENGTH = 4, 32
@@ -175,20 +175,6 @@ def test_the_gain_of_the_linear_branch_is_the_paired_difference():
     mean, K = saved.sum() / counts.sum(), len(saved)
     variance = K / (K - 1) * (saved - mean * counts).square().sum() / counts.sum() ** 2
     assert branch["gain_se"] == pytest.approx(variance.sqrt().item(), rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("gain", "words"),
-    [(0.5, "lowers the loss by 0.500"), (-0.5, "raises the loss by 0.500"),
-     (0.01, "makes no measurable difference: 0.010")],
-)  # fmt: skip
-def test_verdict(gain, words):
-    rows = {"converted": {"linear_branch": {"gain": gain, "gain_se": 0.02}}}
-    assert words in verdict(rows)
-    assert "± 0.020 nats per token" in verdict(rows)
-    assert verdict({"converted": {}}) is None
-    rows["converted"]["linear_branch"]["gain_se"] = None
-    assert verdict(rows) is None
 
 
 def test_rows_of_your_own():
