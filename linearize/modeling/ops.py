@@ -212,12 +212,20 @@ def state_heads_of(op, x):
 
 def _linear_log_weights(op, q, k):
     """log phi_q(q).phi_k(k) [B, H, Q, T]; EMPTY where the product is zero."""
+    fq, fk, scale = linear_features(op, q, k)
+    return (_log(fq @ fk.mT.unsqueeze(2)) + scale).flatten(1, 2)
+
+
+def linear_features(op, q, k):
+    """(fq [B, HS, R, Q, F], fk [B, HS, T, F], scale) with phi_q.phi_k = exp(scale) fq.fk: no
+    logarithms, and with log_k one shift per feature covers all keys.
+    """
     fq, fk = group(op.phi_q(q), op.state_heads), op.phi_k(state_heads_of(op, k))
     if op.log_k:
         shift = fk.amax(2, keepdim=True).detach()  # [B, HS, 1, F]
         fq, fk = fq + shift.unsqueeze(2), (fk - shift).exp()
     fq, scale = row_scaled(op, fq)
-    return (_log(fq @ fk.mT.unsqueeze(2)) + scale).flatten(1, 2)
+    return fq, fk, scale
 
 
 def row_scaled(op, features):

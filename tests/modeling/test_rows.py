@@ -1,5 +1,7 @@
 """Selected rows equal the definition, in value and in the gradient of the operator's parameters."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from definition import make_case
@@ -52,3 +54,18 @@ def test_rows_stay_finite_for_extreme_inputs(feature_map, mixing, size):
     out.sum().backward()
     assert out.isfinite().all()
     assert all(p.grad.isfinite().all() for p in heads.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(
+    "off", [dict(linear=False), dict(window=0, sinks=0), dict(window=0)], ids=str
+)
+def test_rows_of_one_branch_equal_the_definition(off):
+    case = make_case(tokens=24)
+    op, queries = replace(case.op, **off), torch.tensor([[3, 23, 11], [8, 9, 0]])
+    expected = hybrid_quadratic(op, *case.qkv, queries=queries).out
+    found = hybrid_rows(op, *case.qkv, queries)
+    assert torch.allclose(found, expected, rtol=0, atol=FLOAT64)
+    assert any(p.requires_grad for p in case.qkv)
+    assert not found.requires_grad or torch.autograd.grad(
+        found.sum(), case.qkv, allow_unused=True
+    ) == (None, None, None)
