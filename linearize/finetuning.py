@@ -49,6 +49,7 @@ def finetune(
     batch_size=2,
     accumulation=4,
     learning_rate=1e-4,
+    linearized_learning_rate=None,
     warmup=0.03,
     clip=1.0,
     gradient_checkpointing=False,
@@ -74,6 +75,7 @@ def finetune(
             CE. Each is the mean over the valid targets of the effective batch.
         train_linearized: whether the new parameters train too; they have a gradient in mode
             "linear" only.
+        linearized_learning_rate: the largest learning rate of the new parameters; None: the same.
         mode: what is trained: the "linear" model; the teacher with "softmax" attention; or
             "window", the window and sinks alone. The last two are baselines.
         merge: merge LoRA into the weights and return a plain model; False returns the PeftModel.
@@ -88,6 +90,8 @@ def finetune(
     train_new = train_linearized and mode == "linear"
     settings = {"method": method, "mode": mode, "ce_weight": weights[0], "kl_weight": weights[1]}
     settings |= {"train_linearized": train_new, "linearize": model.config.linearize_config}
+    rates = {NEW: linearized_learning_rate} if train_new and linearized_learning_rate else {}
+    settings |= {"learning_rates": rates} if rates else {}
     if method == "lora":
         targets = attention_projections(model) if targets is None else list(targets)
         settings |= {"targets": targets, "rank": rank, "alpha": alpha}
@@ -115,7 +119,9 @@ def finetune(
         metrics = train(
             trained,
             dataset,
-            LogitObjective(trained, *weights, frozen=frozen, autocast=autocast),
+            LogitObjective(
+                trained, *weights, learning_rates=rates, frozen=frozen, autocast=autocast
+            ),
             stage="finetune",
             settings=settings,
             output_dir=output_dir,
@@ -241,7 +247,9 @@ def _checkpointed(model):
 class LogitObjective:
     """ce_weight * CE + kl_weight * KL(teacher || student); see `training.Objective`."""
 
-    def __init__(self, model, ce_weight, kl_weight, *, frozen=None, autocast=None):
+    def __init__(
+        self, model, ce_weight, kl_weight, *, learning_rates=None, frozen=None, autocast=None
+    ):
         """`frozen` is a copy that serves as teacher; None: the model itself, with adapters off."""
         self.adapted = model if isinstance(model, PeftModel) else None
         self.student = model.get_base_model() if self.adapted else model
@@ -252,7 +260,7 @@ class LogitObjective:
             self.student.get_output_embeddings().parameters()
         )
         self.head = [p for p in self.student.parameters() if p.requires_grad and p not in inside]
-        self.state = {}
+        self.learning_rates, self.state = learning_rates or {}, {}
 
     def start(self, model, dataset):
         pass

@@ -175,6 +175,9 @@ class FinetuneSection(Section):
     batch_size: Count = Field(2, description="Rows per forward pass.")
     accumulation: Count = Field(4, description="Forward passes per optimiser step.")
     learning_rate: Positive = Field(1e-4, description="Largest learning rate.")
+    linearized_learning_rate: Positive | None = Field(
+        None, description="The one of the new parameters; null: the same."
+    )
     warmup: Fraction = Field(0.03, description="Share of the steps with a rising learning rate.")
     clip: Positive | None = Field(1.0, description="Largest gradient norm.")
     baselines: bool = Field(

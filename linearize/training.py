@@ -32,6 +32,7 @@ class Objective(Protocol):
     """What a stage minimises."""
 
     groups: list  # [[parameter, ...], ...]; the loss is the mean over groups, clipped per group
+    learning_rates: dict  # {part of a parameter's name: its own largest learning rate}
     state: dict  # numbers that belong to the objective and travel in the checkpoint, as JSON
 
     def start(self, model, dataset):
@@ -199,6 +200,22 @@ class StageTrainer(Trainer):
         return torch.stack(
             [torch.nn.utils.clip_grad_norm_(group, limit) for group in groups]
         ).norm()
+
+    def create_optimizer(self, model=None):
+        own = self.objective.learning_rates
+        if own and self.optimizer is None:
+            groups = {self.args.learning_rate: []}  # the first is the one that is logged
+            for name, parameter in (model or self.model).named_parameters():
+                if parameter.requires_grad:
+                    rates = (rate for part, rate in own.items() if part in name.split("."))
+                    groups.setdefault(next(rates, self.args.learning_rate), []).append(parameter)
+            groups = [
+                {"params": group, "lr": rate, "weight_decay": self.args.weight_decay}
+                for rate, group in groups.items()
+            ]
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args)
+            self.optimizer_cls_and_kwargs = kind, options | {"params": groups}
+        return super().create_optimizer(model)
 
     # -- the log
     def log(self, logs, start_time=None):

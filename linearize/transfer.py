@@ -156,7 +156,7 @@ class TransferObjective:
             "both": (1.0, attention_weight),
         }[loss]
         self.num_queries = num_queries
-        self.state = {}
+        self.learning_rates, self.state = {}, {}
 
     def start(self, model, dataset):
         """Measures each layer's energy, the mean of |teacher output|^2: a constant from here on.

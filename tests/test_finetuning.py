@@ -215,6 +215,38 @@ def test_without_merge_the_adapter_is_returned_and_is_all_that_trains(tmp_path):
     assert trains == {n for n, _ in kept.named_parameters() if "lora_" in n or "modules_to" in n}
 
 
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_new_parameters_can_have_a_learning_rate_of_their_own(tmp_path, method):
+    """The first step of Adam moves every weight that has a gradient by its learning rate."""
+
+    def largest_moves(name, **options):
+        model = tiny_linearized()
+        if method == "lora":
+            model, _ = finetune(
+                model, LONG, output_dir=tmp_path / name, **STAGE | one | options, merge=False
+            )
+            before = add_lora(tiny_linearized(), attention_projections(tiny_linearized()),
+                              rank=8, alpha=16, train_linearized=True)  # fmt: skip
+        else:
+            before, method_options = tiny_linearized(), {"method": "full"}
+            model, _ = finetune(
+                model, LONG, output_dir=tmp_path / name, **STAGE | one | options | method_options
+            )
+        start, new, rest = dict(before.named_parameters()), 0.0, 0.0
+        for key, parameter in model.named_parameters():
+            if "lora_A" in key:
+                continue  # random start
+            move = (parameter - start[key]).abs().max().item()
+            new, rest = (max(new, move), rest) if ".linearized." in key else (new, max(rest, move))
+        return new, rest
+
+    one = dict(max_steps=1, warmup=0.0, learning_rate=1e-3, loss="ce")
+    assert largest_moves("same") == pytest.approx((1e-3, 1e-3), rel=1e-3)
+    assert largest_moves("own", linearized_learning_rate=3e-2) == pytest.approx(
+        (3e-2, 1e-3), rel=1e-3
+    )
+
+
 def test_new_parameters_can_stay_as_they_are(tmp_path):
     model = tiny_linearized()
     before = {n: p.clone() for n, p in model.named_parameters() if ".linearized." in n}

@@ -39,6 +39,7 @@ class SummedCrossEntropy:
     def __init__(self, model, *, noise=0.0, fails_at=None):
         self.groups = [[p] for name, p in model.named_parameters() if name in TRAINED]
         self.noise, self.fails_at = noise, fails_at
+        self.learning_rates = {}
         self.state, self.calls, self.rows, self.started = {}, 0, [], 0
 
     def start(self, model, dataset):
