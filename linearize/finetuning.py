@@ -3,8 +3,7 @@
 Legend: B batch, T tokens, D hidden size, V vocabulary, N targets.
 
 With LoRA the teacher is the same model with adapters off and softmax attention: no second copy.
-    Logits are computed for a few
-hundred targets at a time, so that [B, T, V] never exists.
+Logits are computed for some targets at a time, so that [B, T, V] never exists.
 """
 
 import copy

@@ -75,7 +75,7 @@ def attention_kl(teacher, student, weight):
 
 # ------------------------------------------------------------------------------- next-token logits
 def token_losses(
-    hidden, targets, logits, *, ce_weight, kl_weight, teacher=None, parameters=(), chunk=512
+    hidden, targets, logits, *, ce_weight, kl_weight, teacher=None, parameters=(), chunk=128
 ):
     """(ce_weight * CE + kl_weight * KL(teacher || student), {"ce", "kl"}): sums over N targets.
 
