@@ -220,7 +220,7 @@ class _Job:
         before = self.directory.results["ablation_after_transfer"]
         with self.directory.timed("ablation"):
             after = self._ablation(student, tokenizer, rows=FINETUNED_ROWS, base=True)
-        self.directory.record(ablation={name: after.get(name, row) for name, row in before.items()})
+        self.directory.record(ablation=before | after)
 
     def _baselines(self, tokenizer: Any) -> None:
         """Rows of models that had the same stage 2 without a linear branch."""
