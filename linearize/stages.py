@@ -16,7 +16,8 @@ from typing import Any
 from linearize import loading
 from linearize.conversion import convert
 from linearize.data import Splits, generate_data, load_data
-from linearize.evaluation.ablation import ROWS, Row, ablation
+from linearize.evaluation.ablation import ablation
+from linearize.evaluation.rows import ROWS, Row
 from linearize.finetuning import finetune
 from linearize.modeling.attention import branches, teacher
 from linearize.recipe import HELD_OUT, SELF, Recipe, load_recipe

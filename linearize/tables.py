@@ -15,6 +15,7 @@ ROW_NAMES = {
     "linear_only": "linear only",
     "no_attention": "no attention",
     "swa_sinks": "window + sinks, untrained",
+    "swa_sinks_equal_bytes": "the same, as many bytes",
     "teacher_finetuned": "teacher, finetuned",
     "swa_sinks_finetuned": "window + sinks, finetuned",
 }

@@ -8,7 +8,7 @@ from tinytext import save_base, save_corpus
 from transformers import AutoModelForCausalLM
 
 from linearize import stages
-from linearize.evaluation.ablation import ROWS
+from linearize.evaluation.rows import ROWS
 from linearize.recipe import Recipe, load_recipe
 from linearize.saved import evaluate
 from linearize.stages import gap_closed, run
