@@ -74,10 +74,9 @@ def ablation(
     Returns:
         {row: {"perplexity", "perplexity_se", "nll", "nll_se", "kl_to_teacher", "kl_to_teacher_se",
         "top1_agreement", "top1_agreement_se", "num_tokens", "buckets", and the protocol}}. The
-        control also has "max_logit_difference" to the teacher, swa_sinks_equal_bytes the "windows" of its
-        layers. Next to window_only, the converted
-        row has "linear_branch": the "gain" in nats per token over it with the "gain_se" of the
-        paired difference, and the same by bucket.
+        control also has "max_logit_difference" to the teacher, swa_sinks_equal_bytes the "windows"
+        of its layers. Next to window_only, the converted row has "linear_branch": the "gain" in
+        nats per token over it with the "gain_se" of the paired difference, and the same by bucket.
 
     Raises:
         ValueError: The model is not converted, a row is unknown, or a setting makes no sense.

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -187,7 +188,7 @@ def _cell(scores: Mapping[str, Tensor], window: int, length: int) -> dict[str, A
     for name, sums in scores.items():
         buckets = [
             {"from": low, "to": high, **_summary(sums[..., i])}
-            for i, (low, high) in enumerate(zip(edges, edges[1:], strict=False))
+            for i, (low, high) in enumerate(pairwise(edges))
             if sums[-1, :, i].any()
         ]
         cell["rows"][name] = {**_summary(sums.sum(-1)), "buckets": buckets}

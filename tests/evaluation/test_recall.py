@@ -133,7 +133,8 @@ def test_batches_change_nothing_and_the_seed_decides():
     model = tiny_linearized(window=8, sinks=2)
     options = dict(tasks=["needle", "key_value"], lengths=[40], samples=3)
     one, batched, other = (
-        recall(model, TOKENIZER, **options, batch_size=b, seed=s) for b, s in ((1, 0), (3, 0), (3, 1))
+        recall(model, TOKENIZER, **options, batch_size=b, seed=s)
+        for b, s in ((1, 0), (3, 0), (3, 1))
     )
     for a, b, c in zip(one["cells"], batched["cells"], other["cells"], strict=True):
         for name, row in a["rows"].items():
