@@ -23,6 +23,7 @@ from linearize.modeling.attention import linearized_modules
 from linearize.training import evaluating
 
 PROMPTS = {"question": "Question: {{question}}\nAnswer:", "ctx": "{{ctx}}"}  # by a line's key
+FILES = (".jsonl", ".yaml", ".yml")
 SEPARATOR = ","  # between the name of a metric and its filter, in the harness's results
 
 
@@ -67,7 +68,8 @@ def harness(
         FileNotFoundError: A task's file is not there.
     """
     lm_eval = _import_harness()
-    manager = lm_eval.tasks.TaskManager()
+    has_names = any(Path(name).suffix not in FILES for name in tasks)
+    manager = lm_eval.tasks.TaskManager(include_defaults=has_names)  # reads thousands of files
     specifications = [_specification(name, manager) for name in tasks]
     table = {"teacher": Row("teacher", model)}
     if linearized_modules(model):
@@ -132,7 +134,7 @@ def _wrap(lm_eval: Any, model: nn.Module, tokenizer: Any, batch_size: int, progr
 def _specification(name: str, manager: Any) -> str | dict[str, Any]:
     """A task as the harness takes it: its name, or a configuration."""
     path = Path(name)
-    if path.suffix in (".jsonl", ".yaml", ".yml"):
+    if path.suffix in FILES:
         if not path.is_file():
             raise FileNotFoundError(
                 f"evaluate.tasks: {name} does not exist, seen from {Path.cwd()}"
