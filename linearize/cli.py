@@ -117,11 +117,22 @@ def evaluate(
     length: Length = 1024,
     max_tokens: MaxTokens = None,
     batch_size: Annotated[int, typer.Option(help="Windows per forward pass.")] = 8,
+    recall: Annotated[
+        bool, typer.Option("--recall", help="Ask for facts that lie far back.")
+    ] = False,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Harness tasks, task files or JSON-lines files, between commas."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Items of each task; contexts of each kind of --recall.")
+    ] = None,
     efficiency: Annotated[
-        bool, typer.Option("--efficiency", help="Measure time and memory instead.")
+        bool, typer.Option("--efficiency", help="Measure time and memory.")
     ] = False,
     context: Annotated[
-        list[int] | None, typer.Option(help="Tokens at which --efficiency measures; repeat it.")
+        list[int] | None,
+        typer.Option(help="Tokens at which --recall and --efficiency measure; repeat it."),
     ] = None,
     dtype: DType = "auto",
     device: Device = "auto",
@@ -129,13 +140,19 @@ def evaluate(
     progress: Progress = True,
     as_json: AsJson = False,
 ) -> None:
-    """Scores a model on a text: the ablation table, or perplexity where nothing is converted.
+    """Measures a model: on a text, by recall, on tasks, in time and memory; whatever is asked for.
+
+    A text gives the ablation table, or perplexity where nothing is converted.
 
     [bold]Examples[/]
 
     linearize evaluate runs/quickstart/model --text book.txt
 
     linearize evaluate runs/my/model --base models/my-base --text wiki.txt --max-tokens 100000
+
+    linearize evaluate runs/quickstart/model --recall --context 256 --context 512
+
+    linearize evaluate runs/my/model --tasks piqa,questions.jsonl --limit 200
 
     linearize evaluate runs/quickstart/model --efficiency
     """
@@ -144,6 +161,7 @@ def evaluate(
 
     results = evaluate(
         model, text, base=base, length=length, max_tokens=max_tokens, batch_size=batch_size,
+        recall=recall, tasks=tuple(tasks.split(",")) if tasks else (), limit=limit,
         efficiency=efficiency, contexts=context, dtype=dtype, device=device,
         trust_remote_code=trust_remote_code, progress=progress,
     )  # fmt: skip

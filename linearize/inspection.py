@@ -114,6 +114,11 @@ def state_bytes(section: LinearizeConfig, layer: int, dtype: torch.dtype) -> int
     return sum(tensor.nbytes for tensor in state)
 
 
+def kv_bytes_per_token(shape: Mapping[str, Any], itemsize: int) -> int:
+    """Bytes of one token's keys and values in one softmax layer."""
+    return shape["num_key_value_heads"] * (shape["qk_dim"] + shape["v_dim"]) * itemsize
+
+
 def softmax_flops(shape: Mapping[str, Any], length: int) -> int:
     """Operations of causal softmax attention per token of a prefill of T tokens: H (D + Dv) T."""
     seen = min(length, 2 * shape.get("own_window", length))
@@ -146,7 +151,7 @@ def _converted(
 ) -> dict[str, Any]:
     heads = LinearizedHeads(section, layer, device="meta")
     features = heads.feature_map_k
-    token_bytes = _kv_bytes_per_token(shape, dtype.itemsize)
+    token_bytes = kv_bytes_per_token(shape, dtype.itemsize)
     held = state_bytes(section, layer, dtype)
     learned = any(True for _ in features.parameters())
     return {
@@ -180,7 +185,7 @@ def _kept(
         **shape,
         "new_parameters": 0,
         "state_bytes": 0,
-        "kv_bytes_per_token": _kv_bytes_per_token(shape, dtype.itemsize),
+        "kv_bytes_per_token": kv_bytes_per_token(shape, dtype.itemsize),
     }
     if shape["sliding"] and own_window is not None:
         row |= {
@@ -194,10 +199,6 @@ def _own_window(config: Any) -> int | None:
     """Tokens that layers with a sliding or chunked window of their own remember."""
     settings = config.get_text_config().to_dict()
     return settings.get("sliding_window") or settings.get("attention_chunk_size")
-
-
-def _kv_bytes_per_token(shape: Mapping[str, Any], itemsize: int) -> int:
-    return shape["num_key_value_heads"] * (shape["qk_dim"] + shape["v_dim"]) * itemsize
 
 
 def _report(

@@ -26,6 +26,7 @@ FeatureMap = Literal[
 ]
 Mixing = Literal["calibrated", "lolcats", "kernel"]
 KMap = Literal["kv_head", "q_head"]
+RecallTask = Literal["associative", "passkey", "needle", "key_value"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -37,6 +38,10 @@ def _reject_bool(value: Any) -> Any:
 
 def _as_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
+
+
+def _as_lengths(value: Any) -> Any:
+    return (value,) if isinstance(value, int) else value
 
 
 def _as_sources(value: Any) -> Any:
@@ -66,6 +71,8 @@ Positive = Annotated[float, BeforeValidator(_reject_bool), Field(gt=0)]
 Weight = Annotated[float, BeforeValidator(_reject_bool), Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(_reject_bool), Field(ge=0, lt=1)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
+RecallTasks = Annotated[tuple[RecallTask, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
+Lengths = Annotated[tuple[Count, ...], BeforeValidator(_as_lengths), Field(min_length=1)]
 Layers = Annotated[str | tuple[int, ...], BeforeValidator(_check_layers)]
 
 
@@ -185,6 +192,16 @@ class FinetuneSection(Section):
     )
 
 
+class RecallSection(Section):
+    """Facts far back in a text, asked for at its end: by task, length and distance."""
+
+    tasks: RecallTasks = Field(
+        ("associative", "passkey", "needle", "key_value"), description="Kinds of facts."
+    )
+    lengths: Lengths = Field((256, 1024), description="Tokens that are read before the answer.")
+    samples: Count = Field(32, description="Contexts of each task and length.")
+
+
 class EvaluateSection(Section):
     """The ablation table: perplexity, KL to the teacher and agreement for every row."""
 
@@ -194,6 +211,9 @@ class EvaluateSection(Section):
     length: Count = Field(1024, description="Tokens per evaluation window.")
     max_tokens: Count | None = Field(None, description="Score only the first tokens of the text.")
     batch_size: Count = Field(8, description="Windows per forward pass.")
+    recall: RecallSection | None = Field(
+        None, description="Also measure recall ('recall: {}'); null: not."
+    )
 
 
 class GenerateSection(Section):

@@ -9,7 +9,11 @@ from torch import nn
 
 from linearize import loading
 from linearize.evaluation import efficiency as timing
+from linearize.evaluation import harness
+from linearize.evaluation import recall as probing
 from linearize.evaluation.ablation import ablation
+from linearize.evaluation.mass import linear_mass
+from linearize.evaluation.parity import parity
 from linearize.evaluation.perplexity import json_ready, perplexity
 from linearize.modeling.attention import linearized_modules
 from linearize.sources import read_documents
@@ -24,6 +28,9 @@ def evaluate(
     length: int = 1024,
     max_tokens: int | None = None,
     batch_size: int = 8,
+    recall: bool = False,
+    tasks: Sequence[str] = (),
+    limit: int | None = None,
     efficiency: bool = False,
     contexts: Sequence[int] | None = None,
     dtype: str = "auto",
@@ -31,7 +38,10 @@ def evaluate(
     trust_remote_code: bool = False,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Scores of a model: {"ablation"} if it is converted, {"perplexity"} if it is not.
+    """Everything that is asked for, by name.
+
+    A text gives {"ablation", "linear_mass", "parity"} of a converted model and {"perplexity"} of
+    another one; recall, tasks and efficiency give an entry of that name.
 
     Args:
         model: A model, or where it is.
@@ -41,36 +51,68 @@ def evaluate(
         length: Tokens per window of text.
         max_tokens: Score only the first tokens of the text.
         batch_size: Windows per forward pass.
-        efficiency: Measure time and memory instead: {"efficiency"}.
-        contexts: Tokens at which `efficiency` measures.
+        recall: Ask for facts that lie far back.
+        tasks: Names of lm-evaluation-harness tasks, task files (YAML), and JSON-lines files of
+            questions with choices. Needs the extra "eval".
+        limit: Items of each task, and contexts of each kind and length of recall.
+        efficiency: Measure time and memory.
+        contexts: Tokens at which recall and efficiency measure.
         dtype: Type of the weights.
         device: As in `run`.
         trust_remote_code: Run Python code that comes with the model.
         progress: Show progress bars.
 
     Raises:
-        ValueError: Neither a text nor efficiency is asked for, or a setting makes no sense.
+        ValueError: Nothing is asked for, or a setting makes no sense.
+        ImportError: Tasks are asked for, and the extra "eval" is not installed.
         FileNotFoundError: The model or the text is not there.
     """
-    if not efficiency and text is None:
-        raise ValueError("evaluate: nothing to measure; name a text, or ask for efficiency")
-    documents = read_evaluation_text(text) if isinstance(text, str | Path) else text or ()
+    if text is None and not (recall or tasks or efficiency):
+        raise ValueError(
+            "evaluate: nothing to measure; name a text or tasks, or ask for recall or efficiency"
+        )
+    documents = read_evaluation_text(text) if isinstance(text, str | Path) else text
     options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     if not isinstance(model, nn.Module):
         model, tokenizer = loading.load(model, **options)
-    if efficiency:
-        where = {} if contexts is None else {"contexts": contexts, "prefills": contexts}
-        return json_ready({"efficiency": timing.efficiency(model, **where)})
-    if tokenizer is None:
-        raise ValueError("evaluate: a model without a folder needs its tokenizer; give tokenizer=")
-    scoring = {"length": length, "max_tokens": max_tokens, "batch_size": batch_size}
-    if not linearized_modules(model):
-        found = perplexity(model, tokenizer, documents, progress=progress, **scoring)
-        return json_ready({"perplexity": found})
     if base is not None and not isinstance(base, nn.Module):
         base = loading.load(base, **options)[0]
-    table = ablation(model, tokenizer, documents, base_model=base, progress=progress, **scoring)
-    return json_ready({"ablation": table})
+    if tokenizer is None and (documents is not None or recall or tasks):
+        raise ValueError("evaluate: a model without a folder needs its tokenizer; give tokenizer=")
+    shared = {"base_model": base, "batch_size": batch_size, "progress": progress}
+    found: dict[str, Any] = {}
+    if documents is not None:
+        found |= _on_text(model, tokenizer, documents, length, max_tokens, shared)
+    if recall:
+        sizes = {} if limit is None else {"samples": limit}
+        where = {} if contexts is None else {"lengths": contexts}
+        found["recall"] = probing.recall(model, tokenizer, **where, **sizes, **shared)
+    if tasks:
+        found["tasks"] = harness.harness(model, tokenizer, tasks, limit=limit, **shared)
+    if efficiency:
+        where = {} if contexts is None else {"contexts": contexts, "prefills": contexts}
+        found["efficiency"] = timing.efficiency(model, **where)
+    return json_ready(found)
+
+
+def _on_text(
+    model: nn.Module,
+    tokenizer: Any,
+    documents: Sequence[str],
+    length: int,
+    max_tokens: int | None,
+    shared: dict[str, Any],
+) -> dict[str, Any]:
+    """The ablation table and what certifies it, or the perplexity of a softmax model."""
+    scoring = {"length": length, "max_tokens": max_tokens}
+    if not linearized_modules(model):
+        settings = {key: value for key, value in shared.items() if key != "base_model"}
+        return {"perplexity": perplexity(model, tokenizer, documents, **scoring, **settings)}
+    return {
+        "ablation": ablation(model, tokenizer, documents, **scoring, **shared),
+        "linear_mass": linear_mass(model, tokenizer, documents, length=length),
+        "parity": parity(model),
+    }
 
 
 def generate(

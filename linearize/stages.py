@@ -16,7 +16,11 @@ from typing import Any
 from linearize import loading
 from linearize.conversion import convert
 from linearize.data import Splits, generate_data, load_data
-from linearize.evaluation.ablation import ROWS, Row, ablation
+from linearize.evaluation.ablation import ablation
+from linearize.evaluation.mass import linear_mass
+from linearize.evaluation.parity import parity
+from linearize.evaluation.recall import recall
+from linearize.evaluation.rows import ROWS, Row
 from linearize.finetuning import finetune
 from linearize.modeling.attention import branches, teacher
 from linearize.recipe import HELD_OUT, SELF, Recipe, load_recipe
@@ -113,6 +117,7 @@ class _Job:
         if recipe.finetune is not None:
             student = self._finetune(student, "finetune")
             self._measure_again(student, tokenizer)
+        self._certify(student, tokenizer)
         directory.once("converted_texts", lambda: self._texts(student, tokenizer))
         loading.save(student, tokenizer, directory.model)
         return tokenizer
@@ -222,6 +227,27 @@ class _Job:
             after = self._ablation(student, tokenizer, rows=FINETUNED_ROWS, base=True)
         self.directory.record(ablation=before | after)
 
+    def _certify(self, student: Any, tokenizer: Any) -> None:
+        """What lies beyond perplexity: where the attention is, whether all ways agree, recall."""
+        section, once = self.recipe.evaluate, self.directory.once
+        if section is None:
+            return
+        options = {"length": section.length}
+        once("linear_mass", lambda: linear_mass(student, tokenizer, self.text, **options))
+        once("parity", lambda: parity(student))
+        if section.recall is None:
+            return
+        logger.info("evaluation: recall")
+        settings = {"batch_size": section.batch_size, "seed": self.recipe.seed}
+        once("recall", lambda: recall(
+            student,
+            tokenizer,
+            base_model=None if self.recipe.finetune is None else self._load_base()[0],
+            **section.recall.model_dump(),
+            **settings,
+            progress=self.progress,
+        ))  # fmt: skip
+
     def _baselines(self, tokenizer: Any) -> None:
         """Rows of models that had the same stage 2 without a linear branch."""
         section = self.recipe.finetune
@@ -250,7 +276,7 @@ class _Job:
             self.text,
             rows=rows,
             base_model=self._load_base()[0] if base else None,
-            **self.recipe.evaluate.model_dump(exclude={"text"}),
+            **self.recipe.evaluate.model_dump(exclude={"text", "recall"}),
             progress=self.progress,
         )
 

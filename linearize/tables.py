@@ -15,6 +15,7 @@ ROW_NAMES = {
     "linear_only": "linear only",
     "no_attention": "no attention",
     "swa_sinks": "window + sinks, untrained",
+    "swa_sinks_equal_bytes": "the same, as many bytes",
     "teacher_finetuned": "teacher, finetuned",
     "swa_sinks_finetuned": "window + sinks, finetuned",
 }
@@ -85,8 +86,10 @@ def results(found: Mapping[str, Any]) -> RenderableType:
             parts.append(Text())
     if "perplexity" in found:
         parts.append(numbers(found["perplexity"]))
-    if "efficiency" in found:
-        parts.append(efficiency(found["efficiency"]))
+    parts += [Text(said) for said in certificate(found)]
+    for key, table in (("recall", recall), ("tasks", tasks), ("efficiency", efficiency)):
+        if key in found:
+            parts.append(table(found[key]))
     for sample in found.get("samples", []):
         for who in ("teacher", "converted"):
             parts += [Text(f"{who}:", style="bold"), Text(sample[who])]
@@ -124,6 +127,90 @@ def verdict(rows: Mapping[str, Mapping[str, Any]]) -> str | None:
     if abs(gain) < 2 * se:
         return f"The linear branch makes no measurable difference: {measured}."
     return f"The linear branch {'lowers' if gain > 0 else 'raises'} the loss by {measured}."
+
+
+def certificate(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what attention weights and parity checks say, one sentence each."""
+    mass = found.get("linear_mass")
+    if mass and mass["layers"]:
+        shares = [sum(row["linear"]) / len(row["linear"]) for row in mass["layers"].values()]
+        yield (
+            f"Attention weight of the linear branch beyond the window: {_percent(mass['linear'])} "
+            f"(softmax attention: {_percent(mass['softmax'])}), by layer "
+            f"{_percent(min(shares))} to {_percent(max(shares))}."
+        )
+    parity = found.get("parity")
+    if parity:
+        distances = ", ".join(
+            f"{name.replace('_', ' ')} {check['kl']:.1e}{'' if check['agrees'] else ' (TOO FAR)'}"
+            for name, check in parity["checks"].items()
+        )
+        said = "agree" if parity["agrees"] else "DO NOT AGREE"
+        yield f"Ways of computing {said} (nats per token, {parity['dtype']}): {distances}."
+
+
+def recall(found: Mapping[str, Any]) -> RenderableType:
+    """One line per task, length and row; exact matches by distance."""
+    edges = sorted({_edge(b) for cell in found["cells"] for b in _buckets(cell)})
+    columns = ("recall", "tokens", "row", "log p", "+-", "of choices", "exact", "+-")
+    table = _table(*columns, *(f"<{high:,}" for _, high in edges))
+    for cell in found["cells"]:
+        for name, row in cell["rows"].items():
+            by_distance = {_edge(b): _percent(b["exact_match"]) for b in row["buckets"]}
+            table.add_row(
+                cell["task"].replace("_", "-"),
+                f"{cell['length']:,}",
+                ROW_NAMES.get(name, name),
+                _fixed(row["log_prob"], 2),
+                _fixed(row["log_prob_se"], 2),
+                _percent(row["choice_accuracy"]),
+                _percent(row["exact_match"]),
+                _percent(row["exact_match_se"]),
+                *(by_distance.get(edge, "") for edge in edges),
+            )
+    note = Text(
+        f"{found['samples']} contexts per task and length; chance among {found['num_choices']} "
+        f"choices: {_percent(found['chance'])}; exact matches by distance in tokens, the window "
+        f"holds {found['window']}"
+    )
+    return Group(table, note, Text())
+
+
+def _buckets(cell: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for row in cell["rows"].values():
+        yield from row["buckets"]
+
+
+def _edge(bucket: Mapping[str, Any]) -> tuple[int, int]:
+    return bucket["from"], bucket["to"]
+
+
+def tasks(found: Mapping[str, Any]) -> RenderableType:
+    """One line per task and metric, a column per row."""
+    rows = list(found["tasks"][0]["rows"])
+    gain = "linear branch adds"
+    table = _table("task", "items", "metric", *(ROW_NAMES.get(r, r) for r in rows), gain)
+    for task in found["tasks"]:
+        metrics = dict.fromkeys(key for row in task["rows"].values() for key in row)
+        for metric in (key for key in metrics if f"{key}_se" in metrics):
+            gains = task.get("linear_branch", {})
+            table.add_row(
+                task["task"],
+                "" if task["num_items"] is None else f"{task['num_items']:,}",
+                metric,
+                *(_with_error(task["rows"][row], metric) for row in rows),
+                _with_error(gains, metric) if metric in gains else "",
+            )
+    limit = "" if found["limit"] is None else f", the first {found['limit']} items of each"
+    return Group(table, Text(f"lm-evaluation-harness {found['lm_eval']}{limit}"), Text())
+
+
+def _with_error(values: Mapping[str, Any], name: str) -> str:
+    return f"{_fixed(values[name], 3)} ± {_fixed(values[f'{name}_se'], 3)}"
+
+
+def _percent(share: float | str | None) -> str:
+    return _fixed(share, 1) if not isinstance(share, int | float) else f"{100 * share:.1f} %"
 
 
 def efficiency(found: Mapping[str, Any]) -> RenderableType:

@@ -23,6 +23,7 @@ SOURCES = [
     *sorted((ROOT / "tests").rglob("*.py")),
 ]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 
 LONGEST_FILE = 450
 LONGEST_FUNCTION = 60
@@ -85,7 +86,11 @@ def test_every_third_party_import_is_a_declared_dependency():
     declared = {Requirement(line).name for line in PROJECT["dependencies"]}
     used = set().union(*(third_party(imported_packages(path)) for path in MODULES))
     needed_by_trainer = {"accelerate"}
-    assert used - {"yaml"} | {"pyyaml"} | needed_by_trainer == declared
+    optional = {"lm_eval"}  # imported where it is used, by those who installed the extra
+    assert used - {"yaml"} - optional | {"pyyaml"} | needed_by_trainer == declared
+    assert {Requirement(line).name for line in PROJECT["optional-dependencies"]["eval"]} == {
+        "lm-eval"
+    }
 
 
 def test_importing_the_package_is_light():
@@ -126,8 +131,8 @@ def test_the_tested_set_of_versions_satisfies_what_is_declared():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if line and line[0] != "#")
     tested = {key.lower().replace("_", "-"): Version(version) for key, version in pins.items()}
-    extras = PROJECT["optional-dependencies"]
-    declared = [*PROJECT["dependencies"], *extras["test"], *extras["dev"], *extras["gguf"]]
+    extras = [line for name in ("test", "dev", "gguf", "eval") for line in EXTRAS[name]]
+    declared = [*PROJECT["dependencies"], *extras]
     for requirement in map(Requirement, declared):
         if requirement.name != PROJECT["name"]:
             assert tested[requirement.name] in requirement.specifier, requirement.name

@@ -138,6 +138,22 @@ def test_evaluate_efficiency(call, wide, converted):
     assert "decode at" in out and "32 tokens" in out and "prefill of" in out
 
 
+def test_evaluate_recall(call, wide, converted):
+    options = ("--context", 64, "--limit", 2, "--device", "cpu", "--no-progress")
+    code, out, _ = call("evaluate", converted, "--recall", *options)
+    assert code == 0
+    assert "associative" in out and "key-value" in out and "window only" in out and "chance" in out
+    code, out, _ = call("evaluate", converted, "--recall", *options, "--json")
+    assert code == 0 and json.loads(out)["recall"]["samples"] == 2
+
+
+def test_evaluate_tasks_needs_the_extra(call, converted, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    code, out, err = call("evaluate", converted, "--tasks", "piqa,arc_easy", "--device", "cpu")
+    assert (code, out) == (2, "")
+    assert "pip install 'linearize[eval]'" in err and "Traceback" not in err
+
+
 def test_generate_prints_the_text(call, wide, converted):
     code, out, _ = call("generate", converted, "w1 w2", "--max-new-tokens", 3, "--device", "cpu")
     assert code == 0 and out.startswith("w1 w2")

@@ -11,6 +11,8 @@ from linearize import recipe as recipe_module
 from linearize.conversion import convert
 from linearize.data import generate_data, load_data
 from linearize.evaluation.ablation import ablation
+from linearize.evaluation.probes import TASKS
+from linearize.evaluation.recall import recall
 from linearize.finetuning import finetune
 from linearize.loading import DTYPES, EMBEDDED
 from linearize.modeling.configuration_linearized import K_MAPS, MIXING_RULES
@@ -314,6 +316,7 @@ def test_every_setting_is_described():
         ("TransferSection", transfer_attention),
         ("FinetuneSection", finetune),
         ("EvaluateSection", ablation),
+        ("RecallSection", recall),
         ("DataSection", load_data),
     ],
     ids=lambda item: item if isinstance(item, str) else "",
@@ -349,12 +352,14 @@ def test_defaults_of_self_are_those_of_the_library():
         ("FinetuneSection", "loss", finetuning.LOSSES),
         ("FinetuneSection", "method", finetuning.METHODS),
         ("ModelSection", "dtype", DTYPES),
+        ("RecallSection", "tasks", TASKS),
     ],
     ids=lambda item: item if isinstance(item, str) else "",
 )
 def test_allowed_names_are_those_of_the_library(section, key, names):
     field = getattr(recipe_module, section).model_fields[key]
-    assert set(get_args(field.annotation)) == set(names)
+    allowed = get_args(field.annotation)
+    assert set(get_args(allowed[0]) if key == "tasks" else allowed) == set(names)
 
 
 def test_the_default_model_is_the_embedded_one():

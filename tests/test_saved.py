@@ -4,6 +4,7 @@ import pytest
 from conftest import tiny_linearized, tiny_llama
 from tinytext import save_base, save_corpus, tiny_tokenizer
 
+from linearize.evaluation.probes import TASKS
 from linearize.saved import evaluate, generate
 
 
@@ -28,6 +29,37 @@ def corpus(tmp_path_factory):
 def test_a_converted_model_gives_the_ablation_table(converted, corpus):
     found = evaluate(converted, corpus, length=16, device="cpu", progress=False)
     assert found["ablation"]["converted"]["kl_to_teacher"] > 0
+
+
+def test_the_table_comes_with_its_certificate(converted, corpus):
+    found = evaluate(converted, corpus, length=16, device="cpu", progress=False)
+    assert set(found) == {"ablation", "linear_mass", "parity"}
+    assert found["parity"]["agrees"] and 0 < found["linear_mass"]["linear"] < 1
+
+
+def test_everything_that_is_asked_for_is_measured(base, converted, corpus):
+    options = dict(recall=True, contexts=(64,), limit=2, device="cpu", progress=False)
+    found = evaluate(converted, base=base, **options)["recall"]
+    assert {cell["task"] for cell in found["cells"]} == set(TASKS)
+    assert found["samples"] == 2 and {cell["length"] for cell in found["cells"]} == {64}
+    both = evaluate(base, corpus, length=16, **options)
+    assert set(both) == {"perplexity", "recall"}
+    teacher, stock = (x["cells"][0]["rows"]["teacher"] for x in (found, both["recall"]))
+    assert teacher["log_prob"] == pytest.approx(stock["log_prob"], abs=1e-4)
+
+
+def test_tasks_are_handed_to_the_harness(converted, monkeypatch):
+    seen = {}
+
+    def harness(model, tokenizer, tasks, **options):
+        seen.update(options, tasks=tasks)
+        return {"tasks": []}
+
+    monkeypatch.setattr("linearize.saved.harness.harness", harness)
+    options = dict(tasks=("piqa", "own.jsonl"), limit=7, batch_size=3, device="cpu")
+    assert evaluate(converted, **options, progress=False) == {"tasks": {"tasks": []}}
+    assert seen["tasks"] == ("piqa", "own.jsonl")
+    assert (seen["limit"], seen["batch_size"], seen["base_model"]) == (7, 3, None)
 
 
 def test_a_stock_model_gives_its_perplexity(base, converted, corpus):
@@ -56,7 +88,7 @@ def test_efficiency_needs_no_text(converted):
 
 
 def test_nothing_to_measure_is_said(base):
-    with pytest.raises(ValueError, match="evaluate: nothing to measure; name a text"):
+    with pytest.raises(ValueError, match="evaluate: nothing to measure; name a text or tasks"):
         evaluate(base)
 
 

@@ -8,7 +8,7 @@ from tinytext import save_base, save_corpus
 from transformers import AutoModelForCausalLM
 
 from linearize import stages
-from linearize.evaluation.ablation import ROWS
+from linearize.evaluation.rows import ROWS
 from linearize.recipe import Recipe, load_recipe
 from linearize.saved import evaluate
 from linearize.stages import gap_closed, run
@@ -69,6 +69,8 @@ def test_results_hold_every_row_and_what_they_cost(finished):
     assert results["seconds"] > 0 and results["finished"]
     assert results["versions"]["torch"] == torch.__version__
     assert set(results["gap_closed"]) == {"ablation_after_transfer", "ablation"}
+    assert results["parity"]["agrees"] and set(results["linear_mass"]["layers"]) == {"0", "1"}
+    assert "recall" not in results
     (sample,) = results["samples"]
     assert sample["teacher"].startswith("w1 w2 w3") and sample["converted"].startswith("w1 w2 w3")
 
@@ -146,6 +148,18 @@ def test_without_stage_2_the_result_is_that_of_stage_1(base, corpus, tmp_path):
     assert "ablation_after_transfer" not in results and "finetune" not in results
     assert results["ablation"]["converted"]["kl_to_teacher"] > 0
     assert set(results["gap_closed"]) == {"ablation"}
+
+
+def test_recall_is_recorded_if_the_recipe_asks_for_it(base, corpus, tmp_path):
+    section = {"length": 32, "recall": {"tasks": "passkey", "lengths": 60, "samples": 2}}
+    recipe = recipe_for(base, corpus, tmp_path / "run", evaluate=section, finetune=FINETUNE)
+    results = run(recipe, device="cpu", progress=False)
+    (cell,) = results["recall"]["cells"]
+    assert (cell["task"], cell["length"], results["recall"]["samples"]) == ("passkey", 60, 2)
+    alone = evaluate(base, recall=True, contexts=(60,), limit=2, device="cpu", progress=False)
+    (expected,) = (x for x in alone["recall"]["cells"] if x["task"] == "passkey")
+    found = cell["rows"]["teacher"]["log_prob"]
+    assert found == pytest.approx(expected["rows"]["teacher"]["log_prob"], abs=1e-4)
 
 
 def test_the_teacher_can_write_the_data(base, tmp_path):

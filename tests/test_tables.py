@@ -71,3 +71,38 @@ def test_verdict(gain, words):
     assert tables.verdict({"converted": {}}) is None
     rows["converted"]["linear_branch"]["gain_se"] = None
     assert tables.verdict(rows) is None
+
+
+def test_certificate_names_what_does_not_agree():
+    check = {"max_logit_difference": 0.5, "kl": 0.25}
+    found = {
+        "linear_mass": {"linear": 0.25, "softmax": 0.5,
+                        "layers": {"0": {"linear": [0.1, 0.3]}, "1": {"linear": [0.3]}}},
+        "parity": {"agrees": False, "dtype": "float32",
+                   "checks": {"decode": check | {"agrees": False},
+                              "window_covers_all": check | {"agrees": True}}},
+    }  # fmt: skip
+    text = printed(tables.results(found)).replace("\n", " ")
+    assert "25.0 % (softmax attention: 50.0 %), by layer 20.0 % to 30.0 %" in text
+    assert "DO NOT AGREE (nats per token, float32): decode 2.5e-01 (TOO FAR), window covers" in text
+    assert list(tables.certificate({"linear_mass": {"layers": {}}})) == []
+
+
+def test_recall_lists_rows_and_distances():
+    row = {"log_prob": -1.5, "log_prob_se": None, "choice_accuracy": 0.5, "exact_match": 0.25,
+           "exact_match_se": 0.125,
+           "buckets": [{"from": 0, "to": 64, "exact_match": 1.0}]}  # fmt: skip
+    cells = [{"task": "key_value", "length": 64, "rows": {"teacher": row, "window_only": row}}]
+    found = {"cells": cells, "samples": 4, "num_choices": 20, "chance": 0.05, "window": 64}
+    head, line, *_ = printed(tables.recall(found)).splitlines()
+    assert head.split()[-1] == "<64"
+    assert line.split() == ["key-value", "64", "teacher", "-1.50", "-", "50.0", "%", "25.0", "%",
+                            "12.5", "%", "100.0", "%"]  # fmt: skip
+
+
+def test_tasks_list_metrics_by_row():
+    rows = {"teacher": {"acc": 0.5, "acc_se": 0.1}, "converted": {"acc": 0.25, "acc_se": "nan"}}
+    task = {"task": "own", "num_items": 8, "rows": rows, "linear_branch": {"acc": 0, "acc_se": 0}}
+    text = printed(tables.tasks({"tasks": [task], "limit": 8, "lm_eval": "1.2"}))
+    assert "0.500 ± 0.100" in text and "0.250 ± nan" in text and "0.000 ± 0.000" in text
+    assert "lm-evaluation-harness 1.2, the first 8 items of each" in text

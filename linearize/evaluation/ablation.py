@@ -2,69 +2,34 @@
 
 Legend: B batch, T tokens of a window of text (`length`), V vocabulary, W attention window, N sinks.
 
-Rows (Zhang et al. 2024 give the full model only; the other rows show what does the work):
-
-- teacher: softmax attention, base weights.
-- converted: the model as it is.
-- window_only: linear branch off; the window and the sinks stay.
-- linear_only: window and sinks off; the linear branch gets their keys.
-- no_attention: converted layers give nothing to the residual stream.
-- swa_sinks: base weights, last W and first N keys (4 where the conversion has no sinks), nothing
-  trained. The floor that a conversion must beat.
-- control: base weights, our code with W >= T. It must equal the teacher.
-
-Layers that the conversion left alone keep their softmax attention in every row.
+The rows are those of `rows` (Zhang et al. 2024 give the full model only; the other rows show what
+does the work).
 """
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from copy import deepcopy
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from linearize.conversion import convert
 from linearize.evaluation.perplexity import (
     check_length,
     exponential,
     mean_and_se,
     scored_slices,
 )
+from linearize.evaluation.rows import ROWS, Row, choose_rows, equal_bytes_windows, position_edges
 from linearize.evaluation.windows import UNSCORED, Documents, read_text
 from linearize.logits import head_logits, run_body
-from linearize.modeling.attention import branches, linearized_modules, no_attention, teacher
 from linearize.modeling.configuration_linearized import LinearizeConfig
 from linearize.training import evaluating
 
-ROWS = (
-    "teacher", "converted", "window_only", "linear_only", "no_attention", "swa_sinks", "control"
-)  # fmt: skip
-FLOOR_SINKS = 4
 LOG_ZERO = -1e4  # stands for a logit of minus infinity, so that differences are finite
 CONTROL_KL = 1e-5  # nats per token in fp32: rounding stays far below, a wrong code path far above
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table: a model, and the mode in which it answers.
-
-    `mode` takes the model and returns the context in which it runs, such as `linearize.teacher`.
-    """
-
-    name: str
-    model: nn.Module
-    mode: Callable[[nn.Module], AbstractContextManager] = nullcontext
-
-    @property
-    def answer(self) -> tuple[int, int]:
-        """Equal for rows that answer the same, which are scored once."""
-        return id(self.model), id(self.mode)
 
 
 def ablation(
@@ -109,19 +74,19 @@ def ablation(
     Returns:
         {row: {"perplexity", "perplexity_se", "nll", "nll_se", "kl_to_teacher", "kl_to_teacher_se",
         "top1_agreement", "top1_agreement_se", "num_tokens", "buckets", and the protocol}}. The
-        control also has "max_logit_difference" to the teacher. Next to window_only, the converted
-        row has "linear_branch": the "gain" in nats per token over it with the "gain_se" of the
-        paired difference, and the same by bucket.
+        control also has "max_logit_difference" to the teacher, swa_sinks_equal_bytes the "windows"
+        of its layers. Next to window_only, the converted row has "linear_branch": the "gain" in
+        nats per token over it with the "gain_se" of the paired difference, and the same by bucket.
 
     Raises:
         ValueError: The model is not converted, a row is unknown, or a setting makes no sense.
     """
-    table = _rows(model, base_model, rows, length)
+    table = choose_rows(model, base_model, rows, length)
     scored = read_text(tokenizer, text, bos=bos, max_tokens=max_tokens)
     windows = scored.windows(length=length, stride=stride)
     check_length(model, length)
-    window = LinearizeConfig.from_dict(model.config.linearize_config).window
-    edges = _edges(window, length)
+    section = LinearizeConfig.from_dict(model.config.linearize_config)
+    edges = position_edges(section.window, length)
     scores = {row.answer: _Scores(edges) for row in table.values()}
     with ExitStack() as stack:
         for owner in {id(row.model): row.model for row in table.values()}.values():
@@ -141,6 +106,10 @@ def ablation(
     if {"converted", "window_only"} <= set(reported):
         with_branch, without = (scores[table[n].answer] for n in ("converted", "window_only"))
         results["converted"]["linear_branch"] = with_branch.gain_over(without)
+    if "swa_sinks_equal_bytes" in reported:
+        base_dtype = table["swa_sinks_equal_bytes"].model.dtype
+        windows_of_layers = equal_bytes_windows(section, base_dtype)
+        results["swa_sinks_equal_bytes"]["windows"] = list(windows_of_layers.values())
     if "control" in reported:
         control, score = results["control"], scores[table["control"].answer]
         control["max_logit_difference"] = score.max_logit_difference
@@ -152,75 +121,6 @@ def ablation(
                 stacklevel=2,
             )
     return results
-
-
-def _rows(
-    model: nn.Module, base_model: nn.Module | None, wanted: Sequence[str | Row], length: int
-) -> dict[str, Row]:
-    """The rows to score by name, the teacher first whether it is reported or not."""
-    if not linearized_modules(model):
-        raise ValueError("ablation: this model has no linearized layer; use perplexity")
-    section = LinearizeConfig.from_dict(model.config.linearize_config)
-    base = _linearized_base(model, base_model, section)
-    no_linear = partial(branches, linear=False)
-    if base is model and section.sinks > 0:
-        floor = no_linear
-    else:
-        floor = partial(_exact_keys, sinks=section.sinks or FLOOR_SINKS, linear=False)
-    known = {
-        row.name: row
-        for row in (
-            Row("teacher", model if base_model is None else base_model, teacher),
-            Row("converted", model),
-            Row("window_only", model, no_linear),
-            Row("linear_only", model, partial(branches, window=False)),
-            Row("no_attention", model, no_attention),
-            Row("swa_sinks", base, floor),
-            Row("control", base, partial(_exact_keys, window=length)),
-        )
-    }
-    rows = {"teacher": known["teacher"]}
-    for row in wanted:
-        if isinstance(row, str) and row not in known:
-            raise ValueError(f"ablation: '{row}' is not a row; use {', '.join(ROWS)} or a Row")
-        if isinstance(row, Row) and row.name in known:
-            raise ValueError(f"ablation: '{row.name}' is a row already; give yours another name")
-        rows |= {row: known[row]} if isinstance(row, str) else {row.name: row}
-    return rows
-
-
-def _linearized_base(
-    model: nn.Module, base_model: nn.Module | None, section: LinearizeConfig
-) -> nn.Module:
-    """A linearized model with the base weights.
-
-    A softmax base is converted in a copy of its modules that shares its weights.
-    """
-    if base_model is None:
-        return model
-    if linearized_modules(base_model):
-        return base_model
-    weights = chain(base_model.parameters(), base_model.buffers())
-    twin = deepcopy(base_model, {id(tensor): tensor for tensor in weights})
-    return convert(twin, layers=section.layers, window=section.window, sinks=section.sinks)
-
-
-@contextmanager
-def _exact_keys(
-    model: nn.Module, *, window: int | None = None, sinks: int | None = None, linear: bool = True
-) -> Generator[None]:
-    """Runs the block with another number of exact keys in every converted layer."""
-    heads = [module.linearized for module in linearized_modules(model).values()]
-    before = [(head.window, head.sinks) for head in heads]
-    try:
-        for head in heads:
-            head.window = head.window if window is None else window
-            head.sinks = head.sinks if sinks is None else sinks
-        with branches(model, linear=linear):
-            yield
-    finally:
-        for head, (old_window, old_sinks) in zip(heads, before, strict=True):
-            head.window, head.sinks = old_window, old_sinks
 
 
 def _score_batch(
@@ -327,13 +227,3 @@ def _gain(sums: Tensor) -> dict[str, float | None]:
     """Mean saving per token and its error, from sums [2, K] of savings and number of tokens."""
     mean, se = mean_and_se(*sums)
     return {"gain": mean, "gain_se": se}
-
-
-def _edges(window: int, length: int) -> list[int]:
-    """0, W, 2W, 4W, ... below T, and T."""
-    edges = [0]
-    edge = window
-    while edge < length:
-        edges.append(edge)
-        edge *= 2
-    return [*edges, length]

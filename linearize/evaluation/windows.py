@@ -142,7 +142,7 @@ def read_text(
     documents = _documents(text_or_ids)
     is_text = all(isinstance(document, str) for document in documents)
     if bos == "auto":
-        bos = "first" if is_text and _begins_texts(tokenizer) else "none"
+        bos = "first" if is_text and begins_texts(tokenizer) else "none"
     prefix = None if bos == "none" else prefix_token(tokenizer)
     if bos != "none" and prefix is None:
         raise ValueError(
@@ -186,7 +186,8 @@ def _documents(text_or_ids: Any) -> list[Any]:
     return [torch.as_tensor(item).tolist() for item in items]
 
 
-def _begins_texts(tokenizer: Any) -> bool:
+def begins_texts(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts a begin-of-text token before a text by itself."""
     ids = tokenizer("a")["input_ids"]
     return bool(ids) and ids[0] == tokenizer.bos_token_id
 

@@ -6,8 +6,11 @@ from conftest import random_ids, randomize, tiny_linearized, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import linearize
-from linearize.evaluation.ablation import ROWS, Row, ablation
+from linearize.evaluation.ablation import ablation
 from linearize.evaluation.perplexity import check_comparable, perplexity
+from linearize.evaluation.rows import ROWS, Row, equal_bytes_windows
+from linearize.inspection import state_bytes
+from linearize.modeling.configuration_linearized import LinearizeConfig
 
 WINDOW, LENGTH = 4, 32
 IDS = random_ids(1, 130)[0]
@@ -111,6 +114,28 @@ def test_floor_is_the_base_model_behind_a_mask(sinks, floor):
     results = table(tiny_linearized(sinks=sinks), rows=["swa_sinks", "window_only"])
     assert results["swa_sinks"]["nll"] == pytest.approx(expected, abs=1e-5)
     assert (results["swa_sinks"] == results["window_only"]) == (sinks == floor)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_equal_bytes_windows_fill_the_bytes_of_the_state(dtype, size):
+    model = tiny_linearized(sinks=2, layers=[1]).to(dtype)
+    section = LinearizeConfig.from_dict(model.config.linearize_config)
+    windows = equal_bytes_windows(section, model.dtype)
+    held = state_bytes(section, 1, dtype)
+    token = 2 * (8 + 8) * size  # two key/value heads of size 8
+    assert list(windows) == [1]
+    assert held - token < (windows[1] + 2) * token <= held
+    assert windows[1] > WINDOW
+
+
+def test_equal_bytes_row_is_the_base_model_behind_a_wider_mask():
+    model = tiny_linearized(sinks=2, feature_dim=2)
+    result = table(model, rows=["swa_sinks_equal_bytes", "swa_sinks"])
+    row = result["swa_sinks_equal_bytes"]
+    assert WINDOW < row["windows"][0] < LENGTH / 2
+    expected = masked_nll(tiny_llama(), row["windows"][0], 2)
+    assert row["nll"] == pytest.approx(expected, abs=1e-5)
+    assert abs(row["nll"] - result["swa_sinks"]["nll"]) > 1e-3
 
 
 @pytest.mark.parametrize("is_converted", [False, True], ids=["softmax-base", "converted-base"])
@@ -236,14 +261,14 @@ def test_model_is_left_as_it_was():
 
 def test_broken_code_path_is_called_out(monkeypatch):
     """A control that does not equal the teacher: here because window and past are one key short."""
-    from linearize.evaluation import ablation as module
+    from linearize.evaluation import rows as module
 
-    exact_keys = module._exact_keys
+    exact_keys = module.exact_keys
 
     def short(model, *, window=None, **options):
         return exact_keys(model, window=None if window is None else 5, linear=False)
 
-    monkeypatch.setattr(module, "_exact_keys", short)
+    monkeypatch.setattr(module, "exact_keys", short)
     with pytest.warns(
         UserWarning, match=r"^ablation: the control row is .* nats away from the tea"
     ):
@@ -253,13 +278,13 @@ def test_broken_code_path_is_called_out(monkeypatch):
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (tiny_llama, {}, r"^ablation: this model has no linearized layer"),
+        (tiny_llama, {}, r"^rows: this model has no linearized layer"),
         (
             tiny_linearized,
             {"rows": ["student"]},
-            r"^ablation: 'student' is not a row; use teacher,",
+            r"^rows: 'student' is not a row; use teacher,",
         ),
-        (tiny_linearized, {"rows": [Row("teacher", None)]}, r"'teacher' is a row already"),
+        (tiny_linearized, {"rows": [Row("teacher", None)]}, r"^rows: 'teacher' is a row already"),
         (tiny_linearized, {"stride": 99}, r"^evaluate\.stride: 99 must be at least 1"),
     ],
     ids=["softmax-model", "unknown-row", "taken-name", "stride"],
