@@ -67,6 +67,7 @@ Weight = Annotated[float, BeforeValidator(_reject_bool), Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(_reject_bool), Field(ge=0, lt=1)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
 Layers = Annotated[str | tuple[int, ...], BeforeValidator(_check_layers)]
+Heads = dict[Natural, Annotated[tuple[Natural, ...], Field(min_length=1)]]
 
 
 class Section(BaseModel):
@@ -93,6 +94,9 @@ class ConvertSection(Section):
     """Which attention layers become linear, and into what."""
 
     layers: Layers = Field("all", description="'all', 'every:n' (layers 0, n, 2n, ...) or a list.")
+    softmax_heads: Heads = Field(
+        {}, description="{layer: [heads]}: key/value heads of converted layers that stay softmax."
+    )
     window: Count = Field(64, description="Keys that each query reads exactly, its own included.")
     sinks: Natural = Field(4, description="First tokens that stay exact for ever.")
     feature_map: FeatureMap = Field(

@@ -111,6 +111,11 @@ def transfer_attention(
 def _check(model, layers, dataset, loss, num_queries):
     if not layers:
         raise ValueError("transfer: this model has no linearized layer; convert it first")
+    if not any(module.linearize_heads for module in layers.values()):
+        raise ValueError(
+            "transfer: every head of the converted layers stays softmax, so there is nothing to "
+            "train; leave this stage out"
+        )
     if not any(
         p.requires_grad for module in layers.values() for p in module.linearized.parameters()
     ):
@@ -143,7 +148,7 @@ class TransferObjective:
     """The mean over layers of the transfer loss; see `training.Objective`."""
 
     def __init__(self, model, *, loss, attention_weight, num_queries):
-        self.layers = linearized_modules(model)
+        self.layers = {i: m for i, m in linearized_modules(model).items() if m.linearize_heads}
         self.parameters = {
             i: [p for p in module.linearized.parameters() if p.requires_grad]
             for i, module in self.layers.items()
@@ -185,7 +190,7 @@ class TransferObjective:
                 "smaller window"
             )
         for i, found in keys.items():
-            self.layers[i].linearized.fit(torch.cat(found, 1))
+            self.layers[i].linearized.fit(torch.cat(found, 1), self.layers[i].linearize_heads)
         self.state = {"energy": {str(i): total / count for i, total in sums.items()}}
 
     def count(self, batch):

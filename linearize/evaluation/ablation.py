@@ -13,7 +13,7 @@ Rows (Zhang et al. 2024 give the full model only; the other rows show what does 
   trained. The floor that a conversion must beat.
 - control: base weights, our code with W >= T. It must equal the teacher.
 
-Layers that the conversion left alone keep their softmax attention in every row.
+Layers and heads that the conversion left alone keep their softmax attention in every row.
 """
 
 import warnings
@@ -202,7 +202,8 @@ def _linearized_base(
         return base_model
     weights = chain(base_model.parameters(), base_model.buffers())
     twin = deepcopy(base_model, {id(tensor): tensor for tensor in weights})
-    return convert(twin, layers=section.layers, window=section.window, sinks=section.sinks)
+    kept = ("layers", "softmax_heads", "window", "sinks")
+    return convert(twin, **{name: getattr(section, name) for name in kept})
 
 
 @contextmanager
