@@ -94,8 +94,8 @@ class ConvertSection(Section):
     """Which attention layers become linear, and into what."""
 
     layers: Layers = Field("all", description="'all', 'every:n' (layers 0, n, 2n, ...) or a list.")
-    softmax_heads: Heads = Field(
-        {}, description="{layer: [heads]}: key/value heads of converted layers that stay softmax."
+    softmax_heads: Heads | None = Field(
+        None, description="{layer: [heads]}: key/value heads that stay softmax; null: none."
     )
     window: Count = Field(64, description="Keys that each query reads exactly, its own included.")
     sinks: Natural = Field(4, description="First tokens that stay exact for ever.")

@@ -236,17 +236,21 @@ class TransferObjective:
         return with_gradient(total, parameters, gradients)
 
 
-def layer_loss(heads, qkv, teacher_out, queries, weight, energy, weights=(1.0, 0.0), **inputs):
+def layer_loss(
+    linearized, qkv, teacher_out, queries, weight, energy, weights=(1.0, 0.0), heads=None, **inputs
+):
     """Sum over queries of weight * the loss of one layer; queries, weight [B, Q].
 
-    heads is the layer's `linearized` module; qkv is (q [B, H, T, D], k [B, G, T, D], v [B, G, T,
-    Dv]) after the rotary embedding, teacher_out [B, H, T, Dv]; inputs are scaling, softcap,
-    sink_logit, valid and documents, as an observer of `modeling.attention.transfer` receives them;
+    linearized is the layer's module of that name; qkv is (q [B, H, T, D], k [B, G, T, D], v [B, G,
+    T, Dv]) after the rotary embedding, teacher_out [B, H, T, Dv], all of the linear heads; heads
+    and inputs (scaling, softcap, sink_logit, valid and documents) are as an observer of
+    `modeling.attention.transfer` receives them;
     weights those of the output error and of the attention KL.
     """
     output_weight, attention_weight = weights
     total = torch.zeros((), device=queries.device)
-    rows = heads(*qkv, queries=queries, weights=bool(attention_weight), **inputs)
+    options = dict(queries=queries, weights=bool(attention_weight), heads=heads)
+    rows = linearized(*qkv, **options, **inputs)
     if output_weight:
         error = output_error(rows.out, take_rows(teacher_out, queries), weight)
         total = total + output_weight * error / energy
