@@ -28,7 +28,10 @@ from linearize.modeling.configuration_linearized import LinearizeConfig
 # In a subfolder: an adapter_config.json in the root makes the Auto classes load the base alone.
 ADAPTER, NEW_PARAMETERS = "adapter", "linearized.safetensors"
 NEW = ".linearized."
-CONVERT = ("layers", "window", "sinks", "feature_map", "feature_dim", "mixing", "k_map", "seed")
+CONVERT = (
+    "layers", "softmax_heads", "window", "sinks", "feature_map", "feature_dim", "mixing", "k_map",
+    "seed",
+)  # fmt: skip
 SAMPLES = 1024  # values of each tensor that enter the hash
 # Arguments of from_pretrained that concern the base model too.
 FOR_THE_BASE = (

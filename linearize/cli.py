@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -38,6 +38,9 @@ TrustRemoteCode = Annotated[bool, typer.Option(help="Run Python code that comes 
 def inspect(
     model: Model,
     layers: Annotated[str, typer.Option(help="all, every:2, or a list such as 0,3,5.")] = "all",
+    softmax_heads: Annotated[
+        list[str] | None, typer.Option(help="Heads that stay, such as 17:0,2; repeat it.")
+    ] = None,
     window: Annotated[int, typer.Option(help="Keys read exactly.")] = 64,
     sinks: Annotated[int, typer.Option(help="First tokens that stay exact.")] = 4,
     feature_map: Annotated[str, typer.Option(help="Map of the linear part.")] = "hedgehog",
@@ -63,8 +66,9 @@ def inspect(
     from linearize.inspection import LENGTHS, inspect
 
     report = inspect(
-        model, layers=_layers(layers), window=window, sinks=sinks, feature_map=feature_map,
-        feature_dim=feature_dim, mixing=mixing, k_map=k_map, lengths=tuple(length or LENGTHS),
+        model, layers=_layers(layers), softmax_heads=_heads(softmax_heads or ()), window=window,
+        sinks=sinks, feature_map=feature_map, feature_dim=feature_dim, mixing=mixing,
+        k_map=k_map, lengths=tuple(length or LENGTHS),
         dtype=dtype, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     _show(report, tables.inspection, as_json)
@@ -257,6 +261,18 @@ def _to_stderr(text: str) -> None:
 def _layers(text: str) -> str | list[int]:
     items = text.split(",")
     return [int(item) for item in items] if all(map(str.isdecimal, items)) else text
+
+
+def _heads(items: Iterable[str]) -> dict[int, list[int]]:
+    """{17: [0, 2]} of "17:0,2"."""
+    found: dict[int, list[int]] = {}
+    for item in items:
+        layer, _, heads = item.partition(":")
+        numbers = heads.split(",")
+        if not all(map(str.isdecimal, (layer, *numbers))):
+            raise ValueError(f"--softmax-heads: {item!r} is not layer:head,head such as 17:0,2")
+        found.setdefault(int(layer), []).extend(map(int, numbers))
+    return found
 
 
 def _show(result: Any, table: Callable[[Any], Any], as_json: bool) -> None:

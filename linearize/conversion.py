@@ -185,10 +185,29 @@ def resolve_layers(layers, geometry):
     return sorted(set(layers))
 
 
+def resolve_softmax_heads(softmax_heads, chosen, geometry):
+    """{layer: [heads]} as `LinearizeConfig` stores it, with the layers as strings.
+
+    Raises:
+        ValueError: a layer that is not converted, or that has a sliding window of its own.
+    """
+    stored = {}
+    for layer, heads in (softmax_heads or {}).items():
+        layer = int(layer)
+        if layer in chosen and geometry[layer]["sliding"]:
+            raise ValueError(
+                f"convert.softmax_heads: layer {layer} has a sliding window of its own, and its "
+                "heads cannot stay softmax one by one; leave the layer out of convert.layers"
+            )
+        stored[str(layer)] = sorted(set(heads))
+    return stored
+
+
 def convert(
     model,
     *,
     layers="all",
+    softmax_heads=None,
     window=64,
     sinks=4,
     feature_map="hedgehog",
@@ -205,6 +224,8 @@ def convert(
     Args:
         model: a stock transformers causal LM of a supported family.
         layers: "all", "every:n" or a list of layer indices; the other layers stay softmax.
+        softmax_heads: {layer: [key/value heads]} of converted layers that stay softmax, with the
+            query heads of their groups; a cache keeps their keys and values.
         window: exact keys per query, its own included.
         sinks: number of first tokens that stay exact for ever.
         feature_map: a name in FEATURE_MAPS.
@@ -225,6 +246,7 @@ def convert(
     section = LinearizeConfig(
         base_model_type=model.config.model_type,
         layers=chosen,
+        softmax_heads=resolve_softmax_heads(softmax_heads, chosen, geometry),
         geometry={str(i): {k: geometry[i][k] for k in _GEOMETRY} for i in chosen},
         window=window,
         sinks=sinks,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from linearize.conversion import check_family, probe_geometry, resolve_layers
+from linearize.conversion import check_family, probe_geometry, resolve_layers, resolve_softmax_heads
 from linearize.loading import DTYPES, load_config
 from linearize.modeling.attention import LinearizedHeads
 from linearize.modeling.chunked import CHUNK
@@ -26,6 +26,7 @@ def inspect(
     model: str | Path | nn.Module,
     *,
     layers: str | Sequence[int] = "all",
+    softmax_heads: Mapping[int, Sequence[int]] | None = None,
     window: int = 64,
     sinks: int = 4,
     feature_map: str = "hedgehog",
@@ -68,6 +69,7 @@ def inspect(
     section = LinearizeConfig(
         base_model_type=model.config.model_type,
         layers=chosen,
+        softmax_heads=resolve_softmax_heads(softmax_heads, chosen, geometry),
         geometry={str(i): geometry[i] for i in chosen},
         window=window,
         sinks=sinks,
@@ -104,13 +106,17 @@ def build_empty(
 
 
 def state_bytes(section: LinearizeConfig, layer: int, dtype: torch.dtype) -> int:
-    """Bytes that one converted layer remembers per sequence, at any length."""
+    """Bytes that the linear heads of a layer remember per sequence, at any length."""
     shape, heads = section.geometry[str(layer)], LinearizedHeads(section, layer, device="meta")
-    G, D, Dv = shape["num_key_value_heads"], shape["qk_dim"], shape["v_dim"]
+    linear = section.linear_heads(layer)
+    if not linear:
+        return 0
+    G, D, Dv = len(linear), shape["qk_dim"], shape["v_dim"]
     q, k, v = (
         torch.empty(1, n, 1, d, device="meta", dtype=dtype) for n, d in ((1, D), (G, D), (G, Dv))
     )
-    state = empty_state(heads.operator(scaling=1.0), q, k, v, heads.feature_map_k.num_features)
+    op = heads.operator(scaling=1.0, heads=linear)
+    state = empty_state(op, q, k, v, heads.feature_map_k.num_features)
     return sum(tensor.nbytes for tensor in state)
 
 
@@ -140,7 +146,7 @@ def hybrid_flops(
     write the state, 2 C (F + Dv) inside the chunk, 2 D f (1 + r) for the maps.
     """
     D, Dv, F = shape["qk_dim"], shape["v_dim"], num_features
-    r = state_heads / shape["num_heads"]
+    r = state_heads / max(shape["num_heads"], 1)
     exact = 2 * (D + Dv) * (window + chunk)
     linear = 2 * F * Dv * (1 + r) + 2 * chunk * (F + Dv) + 2 * D * feature_dim * (1 + r)
     return round(shape["num_heads"] * (exact + linear))
@@ -150,8 +156,11 @@ def _converted(
     section: LinearizeConfig, layer: int, shape: dict[str, Any], dtype: torch.dtype
 ) -> dict[str, Any]:
     heads = LinearizedHeads(section, layer, device="meta")
-    features = heads.feature_map_k
+    features, linear = heads.feature_map_k, section.linear_heads(layer)
+    G = shape["num_key_value_heads"]
+    share = len(linear) / G
     token_bytes = kv_bytes_per_token(shape, dtype.itemsize)
+    replaced = token_bytes // G * len(linear)
     held = state_bytes(section, layer, dtype)
     learned = any(True for _ in features.parameters())
     return {
@@ -163,12 +172,14 @@ def _converted(
         "num_features": features.num_features,
         "new_parameters": sum(p.numel() for p in heads.parameters()),
         "state_bytes": held,
+        "softmax_heads": [g for g in range(G) if g not in linear],
         "kv_bytes_per_token": token_bytes,
-        "break_even_length": -(-held // token_bytes),
+        "kept_bytes_per_token": token_bytes - replaced,
+        "break_even_length": -(-held // replaced) if replaced else None,
         "flops": hybrid_flops(
-            shape,
+            shape | {"num_heads": round(shape["num_heads"] * share)},
             window=section.window + section.sinks,
-            state_heads=heads.state_heads,
+            state_heads=heads.num_states(linear),
             num_features=features.num_features,
             feature_dim=features.feature_dim if learned else 0,
         ),
@@ -210,7 +221,7 @@ def _report(
 ) -> dict[str, Any]:
     converted = [row for row in rows if row["converts"]]
     state = sum(row["state_bytes"] for row in converted)
-    replaced = sum(row["kv_bytes_per_token"] for row in converted)
+    replaced = sum(row["kv_bytes_per_token"] - row["kept_bytes_per_token"] for row in converted)
     num_parameters = model.num_parameters()
     new_parameters = sum(row["new_parameters"] for row in converted)
     return {
@@ -241,15 +252,20 @@ def _at_length(rows: list[dict[str, Any]], length: int) -> dict[str, Any]:
         row["kv_bytes_per_token"] * min(length, row.get("own_window", length)) for row in rows
     ]
     linearized = [
-        row["state_bytes"] if row["converts"] else kv for row, kv in zip(rows, softmax, strict=True)
+        row["state_bytes"] + row["kept_bytes_per_token"] * length if row["converts"] else kv
+        for row, kv in zip(rows, softmax, strict=True)
     ]
     flops = [softmax_flops(row, length) for row in rows]
+    hybrid = [
+        row["flops"] + old * len(row["softmax_heads"]) // row["num_key_value_heads"]
+        if row["converts"]
+        else old
+        for row, old in zip(rows, flops, strict=True)
+    ]
     return {
         "length": length,
         "softmax_bytes": sum(softmax),
         "linearized_bytes": sum(linearized),
         "softmax_flops": sum(flops),
-        "linearized_flops": sum(
-            row.get("flops", old) for row, old in zip(rows, flops, strict=True)
-        ),
+        "linearized_flops": sum(hybrid),
     }

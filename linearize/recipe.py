@@ -74,6 +74,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=
 RecallTasks = Annotated[tuple[RecallTask, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
 Lengths = Annotated[tuple[Count, ...], BeforeValidator(_as_lengths), Field(min_length=1)]
 Layers = Annotated[str | tuple[int, ...], BeforeValidator(_check_layers)]
+Heads = dict[Natural, Annotated[tuple[Natural, ...], Field(min_length=1)]]
 
 
 class Section(BaseModel):
@@ -100,6 +101,9 @@ class ConvertSection(Section):
     """Which attention layers become linear, and into what."""
 
     layers: Layers = Field("all", description="'all', 'every:n' (layers 0, n, 2n, ...) or a list.")
+    softmax_heads: Heads | None = Field(
+        None, description="{layer: [heads]}: key/value heads that stay softmax; null: none."
+    )
     window: Count = Field(64, description="Keys that each query reads exactly, its own included.")
     sinks: Natural = Field(4, description="First tokens that stay exact for ever.")
     feature_map: FeatureMap = Field(

@@ -33,7 +33,10 @@ def inspection(report: Mapping[str, Any]) -> RenderableType:
         cells = [name, *(str(row[key]) for key in keys)]
         if row["converts"]:
             cells += [str(row["num_features"]), f"{row['new_parameters']:,}"]
-            cells += [size(row["state_bytes"]), f"{row['break_even_length']:,} tok"]
+            cells += [size(row["state_bytes"]), _tokens(row["break_even_length"])]
+            if row["softmax_heads"]:
+                kept = ", ".join(map(str, row["softmax_heads"]))
+                notes.append(Text(f"layer {name}: key/value heads {kept} stay softmax"))
         else:
             cells += ["softmax"]
             notes.append(Text(f"layer {name} stays: {row['reason']}"))
@@ -51,7 +54,7 @@ def _headline(report: Mapping[str, Any]) -> Text:
         f"parameters ({100 * report['new_parameters_share']:.2f} %), "
         f"{size(report['state_bytes'])} of state per sequence instead of "
         f"{size(report['kv_bytes_per_token'])} per token; "
-        f"smaller from {report['break_even_length']:,} tokens on"
+        f"smaller from {_tokens(report['break_even_length'])} on"
     )
     return Text(text)
 
@@ -301,6 +304,10 @@ def _cost(stage: str, metrics: Mapping[str, Any]) -> str:
         f"{stage}: {metrics['tokens']:,} tokens in {metrics['seconds']:.0f} s, "
         f"{metrics['tokens_per_s']:,.0f} tokens/s"
     )
+
+
+def _tokens(length: int | None) -> str:
+    return "-" if length is None else f"{length:,} tokens"
 
 
 def _fixed(value: float | str | None, digits: int) -> str:

@@ -111,6 +111,11 @@ def transfer_attention(
 def _check(model, layers, dataset, loss, num_queries):
     if not layers:
         raise ValueError("transfer: this model has no linearized layer; convert it first")
+    if not any(module.linearize_heads for module in layers.values()):
+        raise ValueError(
+            "transfer: every head of the converted layers stays softmax, so there is nothing to "
+            "train; leave this stage out"
+        )
     if not any(
         p.requires_grad for module in layers.values() for p in module.linearized.parameters()
     ):
@@ -143,7 +148,7 @@ class TransferObjective:
     """The mean over layers of the transfer loss; see `training.Objective`."""
 
     def __init__(self, model, *, loss, attention_weight, num_queries):
-        self.layers = linearized_modules(model)
+        self.layers = {i: m for i, m in linearized_modules(model).items() if m.linearize_heads}
         self.parameters = {
             i: [p for p in module.linearized.parameters() if p.requires_grad]
             for i, module in self.layers.items()
@@ -185,7 +190,7 @@ class TransferObjective:
                 "smaller window"
             )
         for i, found in keys.items():
-            self.layers[i].linearized.fit(torch.cat(found, 1))
+            self.layers[i].linearized.fit(torch.cat(found, 1), self.layers[i].linearize_heads)
         self.state = {"energy": {str(i): total / count for i, total in sums.items()}}
 
     def count(self, batch):
@@ -231,17 +236,21 @@ class TransferObjective:
         return with_gradient(total, parameters, gradients)
 
 
-def layer_loss(heads, qkv, teacher_out, queries, weight, energy, weights=(1.0, 0.0), **inputs):
+def layer_loss(
+    linearized, qkv, teacher_out, queries, weight, energy, weights=(1.0, 0.0), heads=None, **inputs
+):
     """Sum over queries of weight * the loss of one layer; queries, weight [B, Q].
 
-    heads is the layer's `linearized` module; qkv is (q [B, H, T, D], k [B, G, T, D], v [B, G, T,
-    Dv]) after the rotary embedding, teacher_out [B, H, T, Dv]; inputs are scaling, softcap,
-    sink_logit, valid and documents, as an observer of `modeling.attention.transfer` receives them;
+    linearized is the layer's module of that name; qkv is (q [B, H, T, D], k [B, G, T, D], v [B, G,
+    T, Dv]) after the rotary embedding, teacher_out [B, H, T, Dv], all of the linear heads; heads
+    and inputs (scaling, softcap, sink_logit, valid and documents) are as an observer of
+    `modeling.attention.transfer` receives them;
     weights those of the output error and of the attention KL.
     """
     output_weight, attention_weight = weights
     total = torch.zeros((), device=queries.device)
-    rows = heads(*qkv, queries=queries, weights=bool(attention_weight), **inputs)
+    options = dict(queries=queries, weights=bool(attention_weight), heads=heads)
+    rows = linearized(*qkv, **options, **inputs)
     if output_weight:
         error = output_error(rows.out, take_rows(teacher_out, queries), weight)
         total = total + output_weight * error / energy

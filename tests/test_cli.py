@@ -103,6 +103,16 @@ def test_inspect_json_is_the_report(call, base, layers, converted):
     assert json.loads(out)["convert"]["layers"] == converted
 
 
+def test_inspect_names_the_heads_that_stay(call, wide, base):
+    options = ("--window", 4, "--softmax-heads", "0:0,1", "--softmax-heads", "1:1")
+    code, out, _ = call("inspect", base, *options)
+    assert code == 0
+    assert "layer 0: key/value heads 0, 1 stay softmax" in out
+    assert "layer 1: key/value heads 1 stay softmax" in out
+    code, _, err = call("inspect", base, "--softmax-heads", "0")
+    assert code == 2 and "'0' is not layer:head,head such as 17:0,2" in err
+
+
 def test_run_prints_the_table_and_then_goes_on_where_it_was(call, wide, recipe):
     code, out, _ = call("run", recipe, "--device", "cpu", "--no-progress")
     assert code == 0

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from conftest import tiny_linearized, tiny_llama
+from conftest import random_ids, tiny_linearized, tiny_llama
 from transformers import BloomConfig, Gemma3TextConfig, LlamaConfig, MixtralConfig
 from transformers.cache_utils import Cache
 
 from linearize.conversion import convert
+from linearize.evaluation.efficiency import cache_bytes
 from linearize.inspection import hybrid_flops, inspect, softmax_flops
 from linearize.modeling.attention import linearized_modules
 from linearize.modeling.feature_maps import FEATURE_MAPS
@@ -51,6 +52,30 @@ def test_state_bytes_are_those_of_a_filled_cache(k_map, mixing):
     (cache,) = (value for value in output.values() if isinstance(value, Cache))
     held = sum(tensor.nbytes for layer in cache.layers for tensor in layer.state)
     assert report["state_bytes"] == held
+
+
+@pytest.mark.parametrize("k_map", ["kv_head", "q_head"])
+@pytest.mark.parametrize("length", [30, 40])
+def test_bytes_with_softmax_heads_are_those_of_a_filled_cache(k_map, length):
+    kept = {0: [0, 1], 1: [1]}
+    options = dict(window=4, sinks=2, k_map=k_map, softmax_heads=kept)
+    report = inspect(tiny_llama(), **options, lengths=(length,))
+    with torch.no_grad():
+        output = tiny_linearized(**options)(random_ids(1, length), use_cache=True)
+    (cache,) = (value for value in output.values() if isinstance(value, Cache))
+    assert report["lengths"][0]["linearized_bytes"] == cache_bytes(cache)
+    assert [row["softmax_heads"] for row in report["layers"]] == [[0, 1], [1]]
+    assert report["layers"][0]["break_even_length"] is None
+
+
+def test_flops_with_softmax_heads_lie_between():
+    def flops(**options):
+        return inspect(tiny_llama(), window=4, lengths=(64,), **options)["lengths"][0]
+
+    every, none = flops(softmax_heads={0: [0, 1], 1: [0, 1]}), flops()
+    half = flops(softmax_heads={0: [0], 1: [1]})["linearized_flops"]
+    assert every["linearized_flops"] == every["softmax_flops"]
+    assert 2 * half == every["linearized_flops"] + none["linearized_flops"]
 
 
 def test_a_config_without_weights_is_enough(config_folder):

@@ -135,7 +135,7 @@ def test_overrides(write, override, read, value):
         ("window: 3\n", "mine.yaml:1: window: unknown key; did you mean convert.window?"),
         (
             "convert:\n  zzz: 3\n",
-            "convert.zzz: unknown key; allowed in convert: layers, window, sinks",
+            "convert.zzz: unknown key; allowed in convert: layers, softmax_heads, window",
         ),
         ("zzzzzz: 3\n", "zzzzzz: unknown key; allowed in a recipe: model, convert, data"),
         (
@@ -364,3 +364,13 @@ def test_allowed_names_are_those_of_the_library(section, key, names):
 
 def test_the_default_model_is_the_embedded_one():
     assert Recipe.model_fields["model"].default.path in EMBEDDED
+
+
+def test_softmax_heads_are_a_mapping_of_layers_to_heads(write):
+    recipe = load_recipe(write("convert: {softmax_heads: {17: [0, 2]}}\n" + SELF_DATA))
+    assert recipe.convert.softmax_heads == {17: (0, 2)}
+    again = load_recipe(write(recipe.dump()))
+    assert not again.differences(recipe)
+    for wrong in ("{17: []}", "{-1: [0]}", "{17: [-2]}", "[17]"):
+        with pytest.raises(ValueError, match=r"convert.softmax_heads"):
+            load_recipe(write(f"convert: {{softmax_heads: {wrong}}}\n" + SELF_DATA))

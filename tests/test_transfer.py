@@ -327,6 +327,32 @@ def test_the_loss_of_a_layer_has_no_gradient_for_another():
 
 
 # ------------------------------------------------------------------------------ the stage
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("feature_map", ["hedgehog", "centroids"])
+def test_softmax_heads_have_no_error_and_no_gradient(loss, feature_map):
+    """Key/value head 1 of layer 0, and all of layer 1."""
+    options = dict(window=4, sinks=1, feature_map=feature_map)
+    some, every = linearized(softmax_heads={0: [1], 1: [0, 1]}, **options), linearized(**options)
+    objective, other = (objective_for(model, LONG, loss=loss) for model in (some, every))
+    assert objective.state["energy"].keys() == {"0"} and objective.state["energy"]["0"] > 0
+    total, parts, found = measure(objective, some, LONG.batch())
+    expected = measure(other, every, LONG.batch())[2]
+    assert parts.keys() == {"layers.0"} and total > 0
+    if loss == "output":
+        scale = other.state["energy"]["0"] / objective.state["energy"]["0"]
+    for name, gradient in found.items():
+        part, rest = gradient.chunk(2)
+        assert part.any() and not rest.any(), name
+        if loss == "output":  # a mean over two layers there, over one here
+            assert relative({0: part}, {0: 2 * scale * expected[name].chunk(2)[0]}) < TEACHER, name
+
+
+def test_a_model_whose_every_head_is_softmax_is_refused(tmp_path):
+    model = linearized(softmax_heads={0: [0, 1], 1: [0, 1]})
+    with pytest.raises(ValueError, match="transfer: every head of the converted layers stays"):
+        transfer_attention(model, LONG, output_dir=tmp_path, **STAGE)
+
+
 def test_only_new_parameters_change_and_the_model_is_given_back(tmp_path):
     model = tiny_linearized()
     model.config.use_cache = True

@@ -146,8 +146,9 @@ def cache_bytes(cache):
     """Bytes of the tensors that a cache holds between two calls."""
     total = 0
     for layer in cache.layers:
-        tensors = getattr(layer, "state", None) or (layer.keys, layer.values)
-        total += sum(x.numel() * x.element_size() for x in tensors)
+        kept = getattr(layer, "kept", layer)  # of the heads that stay softmax
+        tensors = (*(getattr(layer, "state", None) or ()), kept.keys, kept.values)
+        total += sum(x.numel() * x.element_size() for x in tensors if x is not None)
     return total
 
 

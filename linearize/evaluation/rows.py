@@ -13,7 +13,7 @@ Legend: W attention window, N sinks, T tokens.
   the converted layer's state. What the memory would be worth without any training.
 - control: base weights, our code with W >= T. It must equal the teacher.
 
-Layers that the conversion left alone keep their softmax attention in every row.
+Layers and heads that the conversion left alone keep their softmax attention in every row.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -111,12 +111,14 @@ def choose_rows(
 def equal_bytes_windows(section: LinearizeConfig, dtype: torch.dtype) -> dict[int, int]:
     """The window of each layer whose keys and values, sinks included, take its state's bytes.
 
-    Rounded down, and never narrower than the conversion's own window.
+    Keys and values are those of the heads that are linear. Rounded down, and never narrower than the conversion's own window.
     """
     sinks = section.sinks or FLOOR_SINKS
     windows = {}
     for layer in section.layers:
-        token = kv_bytes_per_token(section.geometry[str(layer)], dtype.itemsize)
+        shape = section.geometry[str(layer)]
+        linear = {"num_key_value_heads": max(len(section.linear_heads(layer)), 1)}
+        token = kv_bytes_per_token(shape | linear, dtype.itemsize)
         windows[layer] = max(section.window, state_bytes(section, layer, dtype) // token - sinks)
     return windows
 
@@ -160,7 +162,8 @@ def _linearized_base(
         return base_model
     weights = chain(base_model.parameters(), base_model.buffers())
     twin = deepcopy(base_model, {id(tensor): tensor for tensor in weights})
-    return convert(twin, layers=section.layers, window=section.window, sinks=section.sinks)
+    kept = ("layers", "softmax_heads", "window", "sinks")
+    return convert(twin, **{name: getattr(section, name) for name in kept})
 
 
 def position_edges(window: int, length: int) -> list[int]:

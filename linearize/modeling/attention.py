@@ -11,14 +11,14 @@ projection, and calls the attention function "linearized".
 
 import copy
 import math
-import sys
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers import initialization as init
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache import check_softmax_layer, claim_cache_layer, find_cache
 from .chunked import advance, hybrid_chunked, hybrid_packed
@@ -26,8 +26,15 @@ from .feature_maps import FEATURE_MAPS
 from .masking import documents_of, merge_padding, padding_mask, padding_of
 from .ops import Hybrid, Rows, empty_state, hybrid_quadratic, hybrid_step
 from .rows import hybrid_rows
+from .softmax import (
+    IMPLEMENTATION,
+    attend_softmax,
+    join_heads,
+    softmax_attention,
+    stock_class,
+    take_heads,
+)
 
-IMPLEMENTATION = "linearized"
 START_WEIGHT = (
     0.1  # of the window's best key, against linear weights of order 1 (Zhang et al. 2024)
 )
@@ -35,7 +42,7 @@ START_WEIGHT = (
 
 class LinearizedHeads(nn.Module):
     """Every new parameter of one attention layer: state-dict prefix `...self_attn.linearized.`,
-    always fp32.
+    always fp32. Heads that stay softmax have theirs too, unused.
 
     All that touches these parameters happens inside `forward`, where the hooks of accelerate, PEFT
     and FSDP act.
@@ -50,10 +57,8 @@ class LinearizedHeads(nn.Module):
                 f"convert.feature_map: {section.feature_map!r} is not known; choose one of {known}"
             )
         self.window, self.sinks, self.mixing = section.window, section.sinks, section.mixing
-        self.num_heads = shape["num_heads"]
-        self.state_heads = (
-            shape["num_key_value_heads"] if section.k_map == "kv_head" else self.num_heads
-        )
+        self.num_heads, self.num_kv_heads = shape["num_heads"], shape["num_key_value_heads"]
+        self.state_heads = self.num_kv_heads if section.k_map == "kv_head" else self.num_heads
         make = FEATURE_MAPS[section.feature_map]
         options = dict(scaling=shape["scaling"], seed=section.seed + layer_idx)
         with torch.device(device or "cpu"):
@@ -92,14 +97,24 @@ class LinearizedHeads(nn.Module):
         """Whether the feature maps can start from real keys, by `fit`."""
         return hasattr(self.feature_map_k, "fit")
 
-    def fit(self, keys):
-        """Start values of the feature maps from keys [G, n, D], after the rotary embedding."""
-        repeat = self.state_heads // len(keys)
-        self.feature_map_k.fit(self.feature_map_q, keys.repeat_interleave(repeat, 0))
+    def fit(self, keys, heads):
+        """Start values of the feature maps from the keys [G, n, D] of the linear heads, after the
+        rotary embedding; maps of softmax heads, which nobody reads, start from the first of them.
+        """
+        found = dict(zip(heads, keys, strict=True))
+        every = torch.stack([found.get(g, keys[0]) for g in range(self.num_kv_heads)])
+        repeat = self.state_heads // self.num_kv_heads
+        self.feature_map_k.fit(self.feature_map_q, every.repeat_interleave(repeat, 0))
 
-    def operator(self, *, scaling, softcap=None, sink_logit=None, window=True, linear=True):
+    def num_states(self, heads):
+        """How many states some key/value heads have."""
+        return self.state_heads // self.num_kv_heads * len(heads)
+
+    def operator(
+        self, *, scaling, softcap=None, sink_logit=None, window=True, linear=True, heads=None
+    ):
         """The operator with this layer's parameters; window=False hands every key to the linear
-        part.
+        part; heads are the key/value heads whose parameters it has, None for all.
         """
         if not (window or linear):
             raise ValueError("branches: window and linear are both off; a layer needs one of them")
@@ -108,15 +123,20 @@ class LinearizedHeads(nn.Module):
         else:
             beta = self.beta
             alpha = self.alpha if self.mixing == "calibrated" else torch.ones_like(beta)
+        phi_q, phi_k, state_heads = self.feature_map_q, self.feature_map_k, self.state_heads
+        if heads is not None:
+            take = partial(take_heads, heads=heads, num_kv_heads=self.num_kv_heads, dim=0)
+            beta, alpha, state_heads = take(beta), take(alpha), self.num_states(heads)
+            phi_q, phi_k = (_map_of(take, feature_map) for feature_map in (phi_q, phi_k))
         return Hybrid(
-            phi_q=self.feature_map_q,
-            phi_k=self.feature_map_k,
+            phi_q=phi_q,
+            phi_k=phi_k,
             beta=beta,
             alpha=alpha,
             window=self.window if window else 0,
             sinks=self.sinks if window else 0,
             scaling=scaling,
-            state_heads=self.state_heads,
+            state_heads=state_heads,
             log_q=self.feature_map_q.log_space,
             log_k=self.feature_map_k.log_space,
             softcap=softcap,
@@ -128,7 +148,7 @@ class LinearizedHeads(nn.Module):
         self, q, k, v, *, valid=None, documents=None, queries=None, weights=False,
         cache_layer=None, **operator,
     ):  # fmt: skip
-        """Attention outputs of one layer.
+        """Attention outputs of one layer, or of those of its heads that q, k and v hold.
 
         Args:
             q: [B, H, T, D] queries, after the rotary embedding.
@@ -139,7 +159,7 @@ class LinearizedHeads(nn.Module):
             queries: [B, Q] indices into T; only these rows are computed, and q, k, v are constants.
             weights: with queries, also the weights of all keys.
             cache_layer: a LinearizedLayer that holds what came before, and is advanced.
-            operator: scaling, softcap, sink_logit, window, linear; see `operator`.
+            operator: scaling, softcap, sink_logit, window, linear, heads; see `operator`.
 
         Returns:
             [B, H, T, Dv], or ops.Rows if queries are given: without `weights` only its `out`.
@@ -162,10 +182,10 @@ class LinearizedHeads(nn.Module):
             if documents is None:
                 return hybrid_chunked(op, q, k, v, start(), valid=valid)[0]
             return hybrid_packed(op, q, k, v, start(), valid=valid, documents=documents)
-        settings = (op.window, op.sinks, op.linear)
+        settings = (op.window, op.sinks, op.linear, operator.get("heads"))
         if cache_layer.settings not in (None, settings):
             raise ValueError(
-                "this cache was filled with other branches (window, sinks, linear = "
+                "this cache was filled with other branches (window, sinks, linear, heads = "
                 f"{cache_layer.settings}, now {settings}); start from an empty cache"
             )
         cache_layer.settings = settings
@@ -184,19 +204,13 @@ class LinearizedHeads(nn.Module):
         return out
 
 
+def _map_of(take, feature_map):
+    """A feature map for the heads whose parameters `take` takes."""
+    parameters = {name: take(p) for name, p in feature_map.named_parameters()}
+    return lambda x: functional_call(feature_map, parameters, (x,))
+
+
 # ------------------------------------------------------------------------------- attention function
-def stock_class(module):
-    """The class of a linearized attention module before it was one."""
-    return next(c for c in type(module).__mro__ if not getattr(c, "is_linearized_attention", False))
-
-
-def softmax_attention(module):
-    """The attention function that the unmodified model would use here."""
-    name = module.base_config._attn_implementation
-    eager = getattr(sys.modules[stock_class(module).__module__], "eager_attention_forward", None)
-    return ALL_ATTENTION_FUNCTIONS.get_interface("sdpa" if name == IMPLEMENTATION else name, eager)
-
-
 def linearized_attention(module, *args, **kwargs):
     """Only dispatches: the name is global, while each module brings its own version of the code."""
     return module.attend(*args, **kwargs)
@@ -211,7 +225,8 @@ class LinearizedAttentionMixin:
 
     linearize_mode: "linear" the converted layer; "softmax" the original one, from the same weights;
     "transfer" the original one, and linearize_observer is told what went in and came out; "off" a
-    layer whose attention output is zero.
+    layer whose attention output is zero. linearize_heads are the key/value heads that are linear:
+    in every mode the others answer as in the original layer.
     """
 
     is_linearized_attention = True
@@ -219,10 +234,23 @@ class LinearizedAttentionMixin:
     linearize_branches = (True, True)  # window, linear
     linearize_observer = None
 
+    @property
+    def linearize_state(self):
+        """Whether the layer needs a state: some heads are linear now."""
+        return self.linearize_mode == "linear" and bool(self.linearize_heads)
+
+    def softmax_heads(self):
+        """The key/value heads that stay softmax."""
+        return tuple(g for g in range(self.linearize_kv_heads) if g not in self.linearize_heads)
+
+    def claim(self, cache):
+        """This layer's place in a cache."""
+        return claim_cache_layer(cache, self.layer_idx, keep=len(self.softmax_heads()))
+
     def forward(self, *args, **kwargs):
         cache = find_cache(kwargs)
-        if cache is not None and self.linearize_mode == "linear":
-            kwargs["linearize_cache_layer"] = claim_cache_layer(cache, self.layer_idx)
+        if cache is not None and self.linearize_state:
+            kwargs["linearize_cache_layer"] = self.claim(cache)
         elif cache is not None:
             check_softmax_layer(cache, self.layer_idx)
         if "position_ids" in kwargs:  # some families do not hand it on
@@ -253,12 +281,10 @@ class LinearizedAttentionMixin:
         B, _, T, D = query.shape
         teacher = {"scaling": scaling, "position_ids": position_ids, **kwargs}
         teacher.update({n: x for n, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None})
-        if self.linearize_mode == "softmax":
+        if self.linearize_mode == "softmax" or not self.linearize_heads:
             return softmax_attention(self)(
                 self, query, key, value, attention_mask, dropout=dropout, **teacher
             )
-        if self.linearize_mode == "off":
-            return query.new_zeros(B, T, query.shape[1], value.shape[-1]), None
         scaling = D**-0.5 if scaling is None else scaling
         layer = linearize_cache_layer
         valid = padding_of(attention_mask, B, T, None if layer is None else layer.cumulative_length)
@@ -274,33 +300,34 @@ class LinearizedAttentionMixin:
                 "seq_idx, cu_seq_lens: a cache cannot hold packed documents; pass use_cache=False"
             )
         inputs = dict(scaling=scaling, softcap=softcap, valid=valid, documents=documents)
+        kept = self.softmax_heads()
+        qkv, sink_logit = (query, key, value), s_aux
+        if kept:
+            inputs["heads"] = self.linearize_heads
+            take = partial(take_heads, heads=self.linearize_heads, num_kv_heads=key.shape[1])
+            qkv = tuple(map(take, qkv))
+            sink_logit = None if s_aux is None else take(s_aux, dim=0)
         if self.linearize_mode == "transfer":
             with torch.no_grad():
                 out, _ = softmax_attention(self)(
                     self, query, key, value, attention_mask, dropout=0.0, **teacher
                 )
-            self.linearize_observer(
-                self,
-                query,
-                key,
-                value,
-                out.transpose(1, 2),
-                attention_mask=attention_mask,
-                sink_logit=s_aux,
-                **inputs,
-            )
+            target = out.transpose(1, 2)
+            target = take(target) if kept else target
+            inputs |= dict(attention_mask=attention_mask, sink_logit=sink_logit)
+            self.linearize_observer(self, *qkv, target, **inputs)
             return out, None
-        window, linear = self.linearize_branches
-        out = self.linearized(
-            query,
-            key,
-            value,
-            sink_logit=s_aux,
-            window=window,
-            linear=linear,
-            cache_layer=layer,
-            **inputs,
-        )
+        if self.linearize_mode == "off":
+            out = query.new_zeros(B, qkv[0].shape[1], T, value.shape[-1])
+        else:
+            window, linear = self.linearize_branches
+            inputs |= dict(sink_logit=sink_logit, window=window, linear=linear)
+            out = self.linearized(*qkv, cache_layer=layer, **inputs)
+        if kept:
+            qkv = (query, key, value)
+            options = dict(layer=layer, dropout=dropout, **teacher)
+            exact = attend_softmax(self, kept, *qkv, attention_mask, **options)
+            out = join_heads({self.linearize_heads: out, kept: exact}, key.shape[1])
         return out.transpose(1, 2).contiguous(), None
 
 
@@ -324,9 +351,10 @@ def linearize_(module, section):
     """Turns a stock attention module into a linearized one, in place; new parameters lie on the
     module's device.
     """
-    module.add_module(
-        "linearized", LinearizedHeads(section, module.layer_idx, next(module.parameters()).device)
-    )
+    heads = LinearizedHeads(section, module.layer_idx, next(module.parameters()).device)
+    module.add_module("linearized", heads)
+    module.linearize_kv_heads = heads.num_kv_heads
+    module.linearize_heads = section.linear_heads(module.layer_idx)
     module.base_config, module.config = module.config, copy.copy(module.config)
     module.config._attn_implementation_internal = IMPLEMENTATION
     module.__class__ = linearized_class(type(module))
@@ -376,7 +404,7 @@ def branches(model, *, window=True, linear=True):
 
 
 def no_attention(model):
-    """Context in which every converted layer's attention output is zero."""
+    """Context in which the attention output of every linear head is zero."""
     return _set(model, linearize_mode="off")
 
 
@@ -386,6 +414,7 @@ def transfer(model, observer):
 
     observer(module, q [B, H, T, D], k [B, G, T, D], v [B, G, T, Dv], out [B, H, T, Dv], *,
     attention_mask, scaling, softcap, sink_logit, valid [B, T] or None, documents [B, T] or None) is
-    called once per layer and forward.
+    called once per forward and layer with linear heads. Where some heads stay softmax, it is told
+    of the others only, and of their key/value heads as `heads`.
     """
     return _set(model, linearize_mode="transfer", linearize_observer=observer)

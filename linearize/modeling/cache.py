@@ -1,5 +1,8 @@
 """The constant-size cache layer, and how it takes its place in a cache that somebody else made.
 
+Where some heads of a layer stay softmax, it also keeps their keys and values, which grow, in the
+layer whose place it took.
+
 Legend: B batch, G key/value heads, T tokens, D head size.
 """
 
@@ -22,14 +25,16 @@ class LinearizedLayer(CacheLayerMixin):
     replays what is left.
     """
 
-    is_compileable = True
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, siblings=(), record_past=False):
+    def __init__(self, siblings=(), kept=None):
+        """A layer among its `siblings`, the layers of the owning cache, in the place of `kept`."""
         super().__init__()
-        self.siblings = siblings  # the layer list of the owning cache
-        self.record_past = record_past
+        self.siblings = siblings
+        self.kept = DynamicLayer() if kept is None else kept  # of the heads that stay softmax
+        self.keeps = 0  # how many such heads there are
+        self.record_past = getattr(kept, "record_past", False)
         self.cumulative_length = 0
         self.state, self.settings, self.padded = None, None, False
         self._base, self._log, self._stale = None, [], False
@@ -68,6 +73,10 @@ class LinearizedLayer(CacheLayerMixin):
         self.padded = self.padded or valid is not None
         self.cumulative_length += k.shape[2]
 
+    def keep(self, k, v):
+        """All keys and values so far of the heads that stay softmax, k [B, G, T, D] and v added."""
+        return self.kept.update(k, v)
+
     def has_seen(self, tokens):
         """Whether every row surely holds so many tokens; False while compiling, where the answer
         would change the graph.
@@ -103,18 +112,21 @@ class LinearizedLayer(CacheLayerMixin):
     def get_seq_length(self):
         return self.cumulative_length
 
+    @property
+    def is_compileable(self):
+        return self.kept.is_compileable if self.keeps else True
+
     def get_max_length(self):
-        return -1
+        return self.kept.get_max_length() if self.keeps else -1
 
     get_max_cache_shape = get_max_length  # the abstract name in earlier releases of 5
 
     def get_mask_sizes(self, query_length):
         # One mask serves the whole model and may be sized by this layer: answer for the softmax
-        # layers that are left.
+        # layers and heads that are left.
+        held = [x.kept if isinstance(x, LinearizedLayer) and x.keeps else x for x in self.siblings]
         softmax = [
-            x
-            for x in self.siblings
-            if isinstance(x, CacheLayerMixin) and not isinstance(x, LinearizedLayer)
+            x for x in held if isinstance(x, CacheLayerMixin) and not isinstance(x, LinearizedLayer)
         ]
         full = [x for x in softmax if not getattr(x, "is_sliding", False)] or softmax
         return (
@@ -126,19 +138,26 @@ class LinearizedLayer(CacheLayerMixin):
         self._base, self._log, self._stale = None, [], False
         self.cumulative_length, self.settings = 0, None
         self.is_initialized = self.padded = False
+        self.kept.reset()
 
     def reorder_cache(self, beam_idx):
         self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        if self.keeps:
+            self.kept.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats):
         self._map(lambda x: x.repeat_interleave(repeats, 0))
+        if self.keeps:
+            self.kept.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices):
         self._map(lambda x: x[indices, ...])
+        if self.keeps:
+            self.kept.batch_select_indices(indices)
 
     def offload(self):
         """Nothing to do: the state is small, and `Cache.update` asks for this before attention
-        reads it.
+        reads it; so kept keys stay on their device too.
         """
 
     prefetch = offload
@@ -146,7 +165,7 @@ class LinearizedLayer(CacheLayerMixin):
     # ------------------------------------------------------------------------------------- rollback
     @property
     def is_croppable(self):
-        return self.record_past
+        return self.record_past and (self.kept.is_croppable if self.keeps else True)
 
     def activate_past_recording(self):
         self.record_past = True
@@ -172,6 +191,8 @@ class LinearizedLayer(CacheLayerMixin):
                 f"crop(-{remove}): only the {held} tokens since the last crop can be removed"
             )
         self.cumulative_length -= remove
+        if self.keeps:
+            self.kept.crop(tokens_to_remove)
         if not remove:
             if not self._stale:
                 self._base, self._log = None, []
@@ -187,9 +208,9 @@ class LinearizedLayer(CacheLayerMixin):
         self._stale = True
 
 
-def claim_cache_layer(cache, layer_idx):
+def claim_cache_layer(cache, layer_idx, keep=0):
     """The LinearizedLayer of a cache: on first touch it replaces the layer that lies there, which
-    must be empty.
+    must be empty. keep is the number of key/value heads that stay softmax.
     """
     cache = getattr(cache, "self_attention_cache", cache)
     while len(cache.layers) <= layer_idx:
@@ -202,8 +223,17 @@ def claim_cache_layer(cache, layer_idx):
                 "a linearized layer cannot go "
                 "on from them. Start from an empty cache."
             )
-        layer = LinearizedLayer(cache.layers, record_past=getattr(layer, "record_past", False))
-        cache.layers[layer_idx] = layer
+        layer = cache.layers[layer_idx] = LinearizedLayer(cache.layers, layer)
+    if not layer.cumulative_length:
+        layer.keeps = keep
+        if keep and layer.kept.is_sliding:
+            raise ValueError(
+                f"convert.softmax_heads: layer {layer_idx} has a sliding window of its own, and "
+                "its heads cannot stay softmax one by one; leave the layer out of convert.layers"
+            )
+        if keep and layer.kept.is_initialized and layer.kept.keys.shape[1] != keep:
+            # a static layer made room for all heads
+            layer.kept.lazy_initialization(layer.kept.keys[:, :keep], layer.kept.values[:, :keep])
     return layer
 
 

@@ -11,12 +11,13 @@ K_MAPS = ("kv_head", "q_head")
 class LinearizeConfig:
     """What was converted, and into what; `model.config.linearize_config` is its dict form.
 
-    layers are the indices of the linearized layers; window the number of exact keys including the
-    query's own; sinks the number of first tokens that stay exact; feature_dim the size of a feature
-    map's projection (None: the map's own default); mixing and k_map one of MIXING_RULES and K_MAPS;
-    geometry {layer: {num_heads, num_key_value_heads, qk_dim, v_dim, scaling}} as seen by the
-    attention function. delta, in an adapter-only repository: {base_model, revision, subfolder,
-    base_hash}.
+    layers are the indices of the linearized layers; softmax_heads {layer: [key/value heads]} those
+    of their heads that stay softmax, with the query heads of their groups; window the number of
+    exact keys including the query's own; sinks the number of first tokens that stay exact;
+    feature_dim the size of a feature map's projection (None: the map's own default); mixing and
+    k_map one of MIXING_RULES and K_MAPS; geometry {layer: {num_heads, num_key_value_heads, qk_dim,
+    v_dim, scaling}} as seen by the attention function. delta, in an adapter-only repository:
+    {base_model, revision, subfolder, base_hash}.
     """
 
     base_model_type: str
@@ -29,6 +30,7 @@ class LinearizeConfig:
     mixing: str = "calibrated"
     k_map: str = "kv_head"
     seed: int = 0
+    softmax_heads: dict = field(default_factory=dict)
     delta: dict | None = None
     version: int = field(default=FORMAT_VERSION)
 
@@ -51,6 +53,27 @@ class LinearizeConfig:
                 raise ValueError(
                     f"convert.{name}: {value!r} is not known; choose one of {', '.join(allowed)}"
                 )
+
+        self._check_softmax_heads()
+
+    def _check_softmax_heads(self):
+        for layer, heads in self.softmax_heads.items():
+            key = f"convert.softmax_heads: layer {layer}"
+            if layer not in self.geometry:
+                raise ValueError(
+                    f"{key} is not converted, so its heads are softmax anyway; leave it out"
+                )
+            last = self.geometry[layer]["num_key_value_heads"] - 1
+            wrong = [g for g in heads if g not in range(last + 1)]
+            if wrong:
+                raise ValueError(f"{key} has the key/value heads 0-{last}, not {wrong[0]}")
+
+    def linear_heads(self, layer):
+        """The key/value heads of a converted layer that are linear."""
+        kept = self.softmax_heads.get(str(layer), ())
+        return tuple(
+            g for g in range(self.geometry[str(layer)]["num_key_value_heads"]) if g not in kept
+        )
 
     @classmethod
     def from_dict(cls, section):

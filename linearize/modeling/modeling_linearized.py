@@ -24,7 +24,6 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from .attention import LinearizedHeads, linearize_, linearized_modules
-from .cache import claim_cache_layer
 from .configuration_linearized import LinearizeConfig
 from .masking import check_mask
 
@@ -137,7 +136,7 @@ class LinearizedCausalLMMixin:
         return super().forward(*args, **kwargs)
 
     def _is_linear(self):
-        return any(m.linearize_mode == "linear" for m in linearized_modules(self).values())
+        return any(m.linearize_state for m in linearized_modules(self).values())
 
     def _check_packing(self, arguments):
         """Refuses packed documents where they would leak: with a cache, or in a family that drops
@@ -152,9 +151,8 @@ class LinearizedCausalLMMixin:
         ):
             return
         modules = linearized_modules(self).values()
-        if all(m.linearize_mode == "softmax" for m in modules) or not bool(
-            (positions.diff(dim=1) != 1).any()
-        ):
+        is_softmax = all(m.linearize_mode == "softmax" or not m.linearize_heads for m in modules)
+        if is_softmax or not bool((positions.diff(dim=1) != 1).any()):
             return
         use_cache = arguments.get("use_cache")
         if _cache_of(arguments) is not None or (
@@ -180,9 +178,9 @@ class LinearizedCausalLMMixin:
         )
         cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
         if isinstance(cache, Cache):
-            for layer, module in linearized_modules(self).items():
-                if module.linearize_mode == "linear":
-                    claimed = claim_cache_layer(cache, layer)
+            for module in linearized_modules(self).values():
+                if module.linearize_state:
+                    claimed = module.claim(cache)
                     if getattr(generation_config, "is_assistant", False):
                         claimed.activate_past_recording()
         return out

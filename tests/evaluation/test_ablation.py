@@ -154,10 +154,11 @@ def test_base_rows_come_from_the_base_model(is_converted):
     assert list(base.state_dict()) == names
 
 
-def test_layers_left_alone_keep_their_attention_in_every_row():
-    model = tiny_linearized(sinks=1, layers=[1])
+@pytest.mark.parametrize("kept", [dict(layers=[1]), dict(softmax_heads={0: [0, 1], 1: [1]})])
+def test_layers_and_heads_left_alone_keep_their_attention_in_every_row(kept):
+    model = tiny_linearized(sinks=1, **kept)
     results = table(model, base_model=tiny_llama())
-    plain = table(tiny_linearized(sinks=1, layers=[1]))
+    plain = table(tiny_linearized(sinks=1, **kept))
     for name in ROWS:
         assert results[name]["nll"] == pytest.approx(plain[name]["nll"], abs=1e-6)
     everywhere = table(tiny_linearized(sinks=1), rows=["swa_sinks"])

@@ -34,6 +34,12 @@ def half_linear():
     return tiny_linearized(window=WINDOW, sinks=1, layers=[0])
 
 
+@pytest.fixture(scope="module")
+def some_heads():
+    """One of two key/value heads of each layer stays softmax."""
+    return tiny_linearized(window=WINDOW, sinks=1, softmax_heads={0: [1], 1: [0]})
+
+
 @pytest.fixture(autouse=True)
 def no_grad():
     with torch.no_grad():
@@ -82,7 +88,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["model", "log_space_model", "half_linear"])
+@pytest.mark.parametrize("kind", ["model", "log_space_model", "half_linear", "some_heads"])
 @pytest.mark.parametrize("sizes", SPLITS.values(), ids=SPLITS)
 def test_every_split_gives_the_same_logits_and_state(request, kind, sizes):
     model, ids = request.getfixturevalue(kind), random_ids(2, 13)
@@ -305,7 +311,7 @@ def test_gradients_flow_through_a_cache(model):
 
 
 # Rollback
-@pytest.mark.parametrize("kind", ["model", "log_space_model", "half_linear"])
+@pytest.mark.parametrize("kind", ["model", "log_space_model", "half_linear", "some_heads"])
 def test_cropped_tokens_never_were(request, kind):
     model, ids = request.getfixturevalue(kind), random_ids(1, 24)
     full = model(ids, use_cache=False).logits

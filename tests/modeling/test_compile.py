@@ -38,13 +38,16 @@ def compile_config():
     return config
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "log-space"])
+KINDS = {
+    "hybrid": lambda: tiny_linearized(sinks=1, layers=[0]),
+    "some heads": lambda: one_layer(softmax_heads={0: [1]}),
+    "log-space": lambda: one_layer(feature_map="hedgehog_exp"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_static_cache_is_compiled_once(kind):
-    model = (
-        tiny_linearized(sinks=1, layers=[0])
-        if kind == "hybrid"
-        else one_layer(feature_map="hedgehog_exp")
-    )
+    model = kind()
     ids = random_ids(2, 19)
     gold = model.generate(ids, use_cache=False, **GENERATE)
     for _ in range(2):

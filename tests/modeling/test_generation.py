@@ -21,7 +21,8 @@ STATIC = dict(cache_implementation="static", disable_compile=True)
 KINDS = {
     "llama": dict(family="llama"),
     "llama-hybrid": dict(family="llama", layers=[0]),
-    "log-space": dict(family="llama", feature_map="hedgehog_exp"),
+    "llama-heads": dict(family="llama", softmax_heads={0: [0, 1], 1: [1]}),
+    "log-space": dict(family="llama", feature_map="hedgehog_exp", softmax_heads={0: [0]}),
     "qwen3-sliding": dict(family="qwen3", mixed=True),
 }
 

@@ -42,7 +42,7 @@ GENERATE = dict(max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=
 CODE = {
     "attention.py", "cache.py", "configuration_linearized.py", "feature_maps.py",
     "chunked.py", "masking.py", "modeling_linearized.py", "ops.py",
-    "rows.py",
+    "rows.py", "softmax.py",
 }  # fmt: skip
 
 
@@ -193,7 +193,7 @@ else:
 def test_folder_loads_where_the_package_is_missing(tmp_path, monkeypatch):
     """A hybrid, and a family whose experts are stored merged, over two generations of saving."""
     models = {
-        "hybrid": tiny_linearized(layers=[1]),
+        "hybrid": tiny_linearized(layers=[1], softmax_heads={1: [0]}),
         "experts": randomize(convert(tiny_model("qwen3_moe", **ALL_FULL["qwen3_moe"]), window=4)),
     }
     expected = []
