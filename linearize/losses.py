@@ -44,6 +44,17 @@ def teacher_log_weights(
     families keep in every row's normaliser; valid [B, T] bool; documents [B, T] int. A row of
     padding is -inf throughout.
     """
+    scores = teacher_scores(
+        q, k, queries, scaling=scaling, softcap=softcap, valid=valid, documents=documents
+    )
+    normaliser = scores.logsumexp(-1, keepdim=True)
+    if sink_logit is not None:
+        normaliser = torch.logaddexp(normaliser, sink_logit.to(scores.dtype)[:, None, None])
+    return scores - normaliser.clamp(min=torch.finfo(scores.dtype).min)
+
+
+def teacher_scores(q, k, queries, *, scaling, softcap=None, valid=None, documents=None):
+    """Scores [B, H, Q, T] of causal softmax attention; as in `teacher_log_weights`."""
     B, H, T, D = q.shape
     dtype = compute_dtype(q)
     valid = torch.ones(B, T, dtype=torch.bool, device=q.device) if valid is None else valid
@@ -53,11 +64,7 @@ def teacher_log_weights(
     scores = scaling * (grouped @ k.to(dtype).mT.unsqueeze(2)).flatten(1, 2)  # [B, H, Q, T]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~(exact | linear)[:, None], -torch.inf)
-    normaliser = scores.logsumexp(-1, keepdim=True)
-    if sink_logit is not None:
-        normaliser = torch.logaddexp(normaliser, sink_logit.to(dtype)[:, None, None])
-    return scores - normaliser.clamp(min=torch.finfo(dtype).min)
+    return scores.masked_fill(~(exact | linear)[:, None], -torch.inf)
 
 
 def attention_kl(teacher, student, weight):

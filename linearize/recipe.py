@@ -101,9 +101,7 @@ class ConvertSection(Section):
     feature_dim: Count | None = Field(
         None, description="Width of the features; null: the map's own choice."
     )
-    mixing: Mixing = Field(
-        "calibrated", description="How exact and linear weights share one normaliser."
-    )
+    mixing: Mixing = Field("calibrated", description="How exact and linear weights are joined.")
     k_map: KMap = Field(
         "kv_head", description="One map (and state) of keys per key/value or query head."
     )
@@ -142,9 +140,16 @@ class TransferSection(Section):
     num_queries: Count | None = Field(
         64, description="Query positions per row that enter the loss; null: all."
     )
-    max_tokens: Count | None = Field(
-        None, description="Tokens to train on; null: one pass over the data."
+    window_dropout: Fraction = Field(
+        0.0, description="How often a layer learns without its window, at first; falls to 0."
     )
+    position_weights: Literal["uniform", "buckets", "distance"] = Field(
+        "uniform", description="What a query counts, by its distance from the document's start."
+    )
+    mixing_start: Literal["fixed", "beta", "beta_alpha"] = Field(
+        "fixed", description="Start of β and α: fixed, or from the teacher's weights."
+    )
+    max_tokens: Count | None = Field(None, description="Tokens; null: one pass over the data.")
     max_steps: Count | None = Field(None, description="Optimiser steps, instead of max_tokens.")
     batch_size: Count = Field(4, description="Rows per forward pass.")
     accumulation: Count = Field(1, description="Forward passes per optimiser step.")
@@ -162,15 +167,11 @@ class FinetuneSection(Section):
     )
     rank: Count = Field(8, description="Rank of LoRA.")
     alpha: Positive = Field(16, description="LoRA adds alpha / rank times its product.")
-    loss: Literal["kl", "ce", "mix"] = Field(
-        "kl", description="Teacher's logits, labels, or a mix of both."
-    )
+    loss: Literal["kl", "ce", "mix"] = Field("kl", description="Teacher's logits, labels or both.")
     kl_weight: Weight = Field(1.0, description="Weight of the KL term of 'mix'.")
     ce_weight: Weight = Field(0.0, description="Weight of the cross-entropy of 'mix'.")
     train_linearized: bool = Field(True, description="Train the new parameters too.")
-    max_tokens: Count | None = Field(
-        None, description="Tokens to train on; null: one pass over the data."
-    )
+    max_tokens: Count | None = Field(None, description="Tokens; null: one pass over the data.")
     max_steps: Count | None = Field(None, description="Optimiser steps, instead of max_tokens.")
     batch_size: Count = Field(2, description="Rows per forward pass.")
     accumulation: Count = Field(4, description="Forward passes per optimiser step.")

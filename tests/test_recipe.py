@@ -346,6 +346,8 @@ def test_defaults_of_self_are_those_of_the_library():
         ("ConvertSection", "mixing", MIXING_RULES),
         ("ConvertSection", "k_map", K_MAPS),
         ("TransferSection", "loss", transfer.LOSSES),
+        ("TransferSection", "position_weights", transfer.POSITION_WEIGHTS),
+        ("TransferSection", "mixing_start", transfer.MIXING_STARTS),
         ("FinetuneSection", "loss", finetuning.LOSSES),
         ("FinetuneSection", "method", finetuning.METHODS),
         ("ModelSection", "dtype", DTYPES),
