@@ -170,6 +170,7 @@ class FinetuneSection(Section):
     loss: Literal["kl", "ce", "mix"] = Field("kl", description="Teacher's logits, labels or both.")
     kl_weight: Weight = Field(1.0, description="Weight of the KL term of 'mix'.")
     ce_weight: Weight = Field(0.0, description="Weight of the cross-entropy of 'mix'.")
+    top_k: Count | None = Field(None, description="KL on the teacher's k best tokens; null: all.")
     train_linearized: bool = Field(True, description="Train the new parameters too.")
     max_tokens: Count | None = Field(None, description="Tokens; null: one pass over the data.")
     max_steps: Count | None = Field(None, description="Optimiser steps, instead of max_tokens.")
@@ -265,17 +266,18 @@ class Recipe(Section):
                 "hedgehog_exp, taylor, favor or another mixing"
             )
         idle = {
-            "transfer.attention_weight": "both",
-            "finetune.kl_weight": "mix",
-            "finetune.ce_weight": "mix",
+            "transfer.attention_weight": ("both",),
+            "finetune.kl_weight": ("mix",),
+            "finetune.ce_weight": ("mix",),
+            "finetune.top_k": ("kl", "mix"),
         }
-        for key, loss in idle.items():
+        for key, losses in idle.items():
             section, _, name = key.partition(".")
             stage = getattr(self, section)
-            if stage is None or stage.loss == loss:
+            if stage is None or stage.loss in losses:
                 continue
             if getattr(stage, name) != type(stage).model_fields[name].default:
-                yield f"{key}: has no effect with loss '{stage.loss}'; use loss '{loss}'"
+                yield f"{key}: has no effect with loss '{stage.loss}'; use loss '{losses[0]}'"
 
     def dump(self) -> str:
         """The recipe as YAML, every default written out; loading it gives an equal recipe."""

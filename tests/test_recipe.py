@@ -251,6 +251,10 @@ def test_a_wrong_override_is_named_as_the_place(write):
             "finetune.kl_weight: has no effect with loss 'ce'; use loss 'mix'",
         ),
         ("finetune: {ce_weight: 0.5}\n", "finetune.ce_weight: has no effect with loss 'kl'"),
+        (
+            "finetune: {loss: ce, top_k: 9}\n",
+            "finetune.top_k: has no effect with loss 'ce'; use loss 'kl'",
+        ),
     ],
     ids=yaml_id,
 )
