@@ -85,6 +85,10 @@ def run(
     gradient_checkpointing: Annotated[
         bool, typer.Option(help="Stage 2: less memory, more time.")
     ] = False,
+    teacher_cache: Annotated[
+        Path | None,
+        typer.Option(help="Folder that keeps the teacher's logits of stage 2 (finetune.top_k)."),
+    ] = None,
     progress: Progress = True,
     as_json: AsJson = False,
 ) -> None:
@@ -106,7 +110,8 @@ def run(
 
     results = run(
         loaded, output_dir=output_dir, device=device, resume=resume, save_steps=save_steps,
-        gradient_checkpointing=gradient_checkpointing, progress=progress,
+        gradient_checkpointing=gradient_checkpointing, teacher_cache=teacher_cache,
+        progress=progress,
     )  # fmt: skip
     _show(results, tables.results, as_json)
 

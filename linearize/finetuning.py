@@ -10,6 +10,7 @@ import copy
 import warnings
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -18,9 +19,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import set_seed
 from transformers.pytorch_utils import Conv1D
 
+from linearize.checkpoint import base_hash
 from linearize.logits import decoder_of, head_logits, run_body
-from linearize.losses import token_losses
+from linearize.losses import CHUNK, TopK, token_losses, top_k_of
 from linearize.modeling.attention import branches, linearized_modules, teacher
+from linearize.modeling.ops import compute_dtype
+from linearize.teacher_cache import TeacherCache
 from linearize.training import evaluating, preserved, train
 
 METHODS = ("lora", "full")
@@ -41,6 +45,7 @@ def finetune(
     loss="kl",
     kl_weight=1.0,
     ce_weight=0.0,
+    top_k=None,
     train_linearized=True,
     mode="linear",
     max_tokens=None,
@@ -52,6 +57,7 @@ def finetune(
     warmup=0.03,
     clip=1.0,
     gradient_checkpointing=False,
+    teacher_cache=None,
     seed=0,
     save_steps=None,
     logging_steps=10,
@@ -72,11 +78,14 @@ def finetune(
         rank, alpha: of LoRA; its weights are fp32.
         loss: KL to the teacher, cross-entropy on the labels, or "mix", kl_weight * KL + ce_weight *
             CE. Each is the mean over the valid targets of the effective batch.
+        top_k: KL on the teacher's k most probable tokens and all the others as one; None: on all.
         train_linearized: whether the new parameters train too; they have a gradient in mode
             "linear" only.
         linearized_learning_rate: the largest learning rate of the new parameters; None: the same.
         mode: what is trained: the "linear" model; the teacher with "softmax" attention; or
             "window", the window and sinks alone. The last two are baselines.
+        teacher_cache: a folder that keeps the teacher's top k of each row, so that rows that were
+            seen before, in any run, do not ask the teacher again; None: no cache.
         merge: merge LoRA into the weights and return a plain model; False returns the PeftModel.
         resume: "auto" goes on from the newest checkpoint in output_dir, "never" starts over.
 
@@ -85,42 +94,38 @@ def finetune(
         "history"}; an entry of history has "step", "loss", "ce" and, with a teacher, "kl".
     """
     weights = {"kl": (0.0, 1.0), "ce": (1.0, 0.0), "mix": (ce_weight, kl_weight)}.get(loss)
-    _check(model, method, loss, mode, weights)
+    _check(model, method, loss, mode, weights, top_k, teacher_cache)
     train_new = train_linearized and mode == "linear"
     settings = {"method": method, "mode": mode, "ce_weight": weights[0], "kl_weight": weights[1]}
     settings |= {"train_linearized": train_new, "linearize": model.config.linearize_config}
+    settings |= {"top_k": top_k} if top_k and weights[1] else {}
     rates = {NEW: linearized_learning_rate} if train_new and linearized_learning_rate else {}
     settings |= {"learning_rates": rates} if rates else {}
     if method == "lora":
         targets = attention_projections(model) if targets is None else list(targets)
         settings |= {"targets": targets, "rank": rank, "alpha": alpha}
+    cache = None
+    if teacher_cache and weights[1]:
+        rows = max_steps and max_steps * batch_size * accumulation
+        cache = _open_cache(teacher_cache, model, dataset, top_k, max_tokens, rows)
     was_training = model.training
     with ExitStack() as stack:
         stack.enter_context(preserved(model))
         set_seed(seed)
-        frozen = (
-            copy.deepcopy(model).requires_grad_(False) if method == "full" and weights[1] else None
-        )
-        if method == "lora":
-            trained, autocast = (
-                add_lora(model, targets, rank=rank, alpha=alpha, train_linearized=train_new),
-                None,
-            )
-        else:
-            trained, autocast = model, model.dtype if model.dtype == torch.bfloat16 else None
-            stack.enter_context(_fp32_weights(model, train_linearized=train_new))
-        stack.enter_context(
-            {"linear": nullcontext, "softmax": teacher, "window": _window_only}[mode](model)
-        )
+        taught = bool(weights[1])
+        trained, frozen, autocast = _prepare(stack, model, method, taught, train_new, settings)
+        stack.enter_context(MODE_CONTEXTS[mode](model))
         if gradient_checkpointing:
             stack.enter_context(_checkpointed(model))
         trainable = [p for p in trained.parameters() if p.requires_grad]
+        objective = LogitObjective(
+            trained, *weights, learning_rates=rates, frozen=frozen, autocast=autocast,
+            top_k=top_k, cache=cache,
+        )  # fmt: skip
         metrics = train(
             trained,
             dataset,
-            LogitObjective(
-                trained, *weights, learning_rates=rates, frozen=frozen, autocast=autocast
-            ),
+            objective,
             stage="finetune",
             settings=settings,
             output_dir=output_dir,
@@ -147,7 +152,7 @@ def finetune(
     return trained.train(was_training), metrics
 
 
-def _check(model, method, loss, mode, weights):
+def _check(model, method, loss, mode, weights, top_k, teacher_cache):
     for key, value, allowed in (
         ("method", method, METHODS),
         ("loss", loss, LOSSES),
@@ -163,9 +168,40 @@ def _check(model, method, loss, mode, weights):
         )
     if not linearized_modules(model):
         raise ValueError("finetune: this model has no linearized layer; convert it first")
+    if top_k is not None and top_k < 1:
+        raise ValueError(
+            f"finetune.top_k: {top_k} is not allowed; give a positive number, or null for all"
+        )
+    if teacher_cache and weights[1] and top_k is None:
+        raise ValueError(
+            "teacher_cache: it holds the teacher's most probable tokens, and without "
+            "finetune.top_k the loss is over all of them; set finetune.top_k, 64 for example"
+        )
+
+
+def _open_cache(folder, model, dataset, top_k, max_tokens, rows):
+    """The cache of this teacher's top k on this data; says how large it can become."""
+    cache = TeacherCache(
+        folder, dataset=dataset.description["sha256"], teacher=base_hash(model), k=top_k,
+        vocabulary=model.config.get_text_config(decoder=True).vocab_size,
+    )  # fmt: skip
+    amounts = (len(dataset) * dataset.length, max_tokens, rows and rows * dataset.length)
+    cache.expect(min(amount for amount in amounts if amount))
+    return cache
 
 
 # ------------------------------------------------------------------------------------- what trains
+def _prepare(stack, model, method, taught, train_new, settings):
+    """(what trains, frozen teacher or None, autocast dtype or None); `stack` undoes it."""
+    if method == "lora":
+        options = {name: settings[name] for name in ("targets", "rank", "alpha")}
+        return add_lora(model, train_linearized=train_new, **options), None, None
+    frozen = copy.deepcopy(model).requires_grad_(False) if taught else None
+    autocast = model.dtype if model.dtype == torch.bfloat16 else None
+    stack.enter_context(_fp32_weights(model, train_linearized=train_new))
+    return model, frozen, autocast
+
+
 def attention_projections(model):
     """Names such as "self_attn.q_proj": every linear layer of the converted attention modules."""
     names = {}
@@ -224,8 +260,11 @@ def _fp32_weights(model, *, train_linearized):
             parameter.data = parameter.data.to(dtype)
 
 
-def _window_only(model):
-    return branches(model, linear=False)
+MODE_CONTEXTS = {
+    "linear": nullcontext,
+    "softmax": teacher,
+    "window": partial(branches, linear=False),
+}
 
 
 @contextmanager
@@ -246,14 +285,21 @@ def _checkpointed(model):
 class LogitObjective:
     """ce_weight * CE + kl_weight * KL(teacher || student); see `training.Objective`."""
 
+    progress = 0.0
+
     def __init__(
-        self, model, ce_weight, kl_weight, *, learning_rates=None, frozen=None, autocast=None
-    ):
-        """`frozen` is a copy that serves as teacher; None: the model itself, with adapters off."""
+        self, model, ce_weight, kl_weight, *, learning_rates=None, frozen=None, autocast=None,
+        top_k=None, cache=None,
+    ):  # fmt: skip
+        """`frozen` is a copy that serves as teacher; None: the model itself, with adapters off.
+
+        `top_k` None: KL over all tokens; `cache` is a `TeacherCache` of that k.
+        """
         self.adapted = model if isinstance(model, PeftModel) else None
         self.student = model.get_base_model() if self.adapted else model
         self.frozen, self.autocast = frozen, autocast
         self.ce_weight, self.kl_weight = ce_weight, kl_weight
+        self.top_k, self.cache = top_k, cache
         self.groups = [[p for p in model.parameters() if p.requires_grad]]
         inside = set(decoder_of(self.student).parameters()) - set(
             self.student.get_output_embeddings().parameters()
@@ -271,11 +317,7 @@ class LogitObjective:
         following = batch["labels"][:, 1:]
         there = following != -100  # [B, T - 1]
         inputs = {name: value for name, value in batch.items() if name != "labels"}
-        taught = None
-        if self.kl_weight:
-            with self._teacher() as language_model:
-                said = run_body(language_model, **inputs)
-            taught = said.last_hidden_state[:, :-1][there], partial(self._teacher_logits, said)
+        target = self._target(batch, inputs, there) if self.kl_weight else None
         with self._autocast():
             body = run_body(self.student, call=model, **inputs)
             return token_losses(
@@ -284,9 +326,48 @@ class LogitObjective:
                 lambda rows: head_logits(self.student, body, rows[None])[0],
                 ce_weight=self.ce_weight,
                 kl_weight=self.kl_weight,
-                teacher=taught,
+                teacher=target,
                 parameters=self.head,
             )
+
+    def _target(self, batch, inputs, there):
+        """A function from a slice of the targets to what the teacher says there."""
+        if self.top_k is None or not there.any():
+            return self._ask_teacher(inputs, there)
+        rows = [{name: x[i] for name, x in batch.items()} for i in range(len(there))]
+        known = [self.cache.read(row) if self.cache else None for row in rows]
+        if any(top is None for top in known):
+            found = self._top_k(inputs, there)
+            borders = there.sum(1).cumsum(0).tolist()
+            known = [found.part(slice(*span)) for span in pairwise([0, *borders])]
+            if self.cache:
+                for row, top in zip(rows, known, strict=True):
+                    self.cache.write(row, top)
+        whole = TopK(*(torch.cat(x).to(there.device) for x in zip(*known)))
+        return whole.part
+
+    @torch.no_grad()
+    def _top_k(self, inputs, there):
+        """The teacher's `TopK` at all targets, a few logits at a time."""
+        log_p, count = self._ask_teacher(inputs, there), int(there.sum())
+        parts = [
+            top_k_of(log_p(slice(start, start + CHUNK)), self.top_k)
+            for start in range(0, count, CHUNK)
+        ]
+        return TopK(*(torch.cat(x) for x in zip(*parts)))
+
+    def _ask_teacher(self, inputs, there):
+        """A function from a slice of the targets to the teacher's log probabilities [n, V]."""
+        with self._teacher() as language_model:
+            body = run_body(language_model, **inputs)
+        hidden = body.last_hidden_state[:, :-1][there]
+
+        def log_p(part):
+            with self._teacher() as language_model:
+                logits = head_logits(language_model, body, hidden[part][None])[0]
+            return logits.to(compute_dtype(logits)).log_softmax(-1)
+
+        return log_p
 
     def _autocast(self):
         device = self.student.device.type
@@ -299,7 +380,3 @@ class LogitObjective:
         adapters_off = self.adapted.disable_adapter() if self.adapted else nullcontext()
         with adapters_off, teacher(language_model), evaluating(language_model):
             yield language_model
-
-    def _teacher_logits(self, body, rows):
-        with self._teacher() as language_model:
-            return head_logits(language_model, body, rows[None])[0]

@@ -7,14 +7,17 @@ splitting a batch into micro-batches changes nothing. Everything is computed in 
 input).
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
-from linearize.modeling.ops import compute_dtype, masks
+from linearize.modeling.ops import EMPTY, compute_dtype, masks
 
 LOWEST_LOG_WEIGHT = (
     -23.0
 )  # 1e-10: a student that gives a key no weight at all costs this much, not infinity
+CHUNK = 128  # targets whose logits exist at one time
 
 
 # ------------------------------------------------------------------------------- attention outputs
@@ -44,6 +47,17 @@ def teacher_log_weights(
     families keep in every row's normaliser; valid [B, T] bool; documents [B, T] int. A row of
     padding is -inf throughout.
     """
+    scores = teacher_scores(
+        q, k, queries, scaling=scaling, softcap=softcap, valid=valid, documents=documents
+    )
+    normaliser = scores.logsumexp(-1, keepdim=True)
+    if sink_logit is not None:
+        normaliser = torch.logaddexp(normaliser, sink_logit.to(scores.dtype)[:, None, None])
+    return scores - normaliser.clamp(min=torch.finfo(scores.dtype).min)
+
+
+def teacher_scores(q, k, queries, *, scaling, softcap=None, valid=None, documents=None):
+    """Scores [B, H, Q, T] of causal softmax attention; as in `teacher_log_weights`."""
     B, H, T, D = q.shape
     dtype = compute_dtype(q)
     valid = torch.ones(B, T, dtype=torch.bool, device=q.device) if valid is None else valid
@@ -53,11 +67,7 @@ def teacher_log_weights(
     scores = scaling * (grouped @ k.to(dtype).mT.unsqueeze(2)).flatten(1, 2)  # [B, H, Q, T]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~(exact | linear)[:, None], -torch.inf)
-    normaliser = scores.logsumexp(-1, keepdim=True)
-    if sink_logit is not None:
-        normaliser = torch.logaddexp(normaliser, sink_logit.to(dtype)[:, None, None])
-    return scores - normaliser.clamp(min=torch.finfo(dtype).min)
+    return scores.masked_fill(~(exact | linear)[:, None], -torch.inf)
 
 
 def attention_kl(teacher, student, weight):
@@ -74,16 +84,54 @@ def attention_kl(teacher, student, weight):
 
 
 # ------------------------------------------------------------------------------- next-token logits
+class TopK(NamedTuple):
+    """The k most probable of V tokens, and all the others as one: logarithms of probabilities."""
+
+    ids: torch.Tensor  # [N, k] int64
+    log_p: torch.Tensor  # [N, k]
+    log_rest: torch.Tensor  # [N]; about EMPTY if k = V
+
+    def part(self, rows):
+        """The same for some of the rows."""
+        return TopK(*(x[rows] for x in self))
+
+
+def top_k_of(log_p, k):
+    """`TopK` of rows of log probabilities [N, V]."""
+    values, ids = log_p.topk(min(k, log_p.shape[-1]), sorted=False)
+    return TopK(ids, values, _log_rest(log_p, ids))
+
+
+def _log_rest(log_p, ids):
+    return log_p.scatter(-1, ids, EMPTY).logsumexp(-1)
+
+
+def logit_kl(teacher, student):
+    """Sum over rows of KL(teacher || student); student [N, V] log probabilities, teacher too, or a
+    `TopK` with p_i, r = 1 - sum p_i:
+
+        sum_i p_i log(p_i / q_i) + r log(r / (1 - sum_i q_i))
+
+    Never more than the full divergence, since tokens that are counted as one cannot differ; equal
+    to it for k = V. Without the last term probability outside the top k would cost nothing.
+    """
+    if not isinstance(teacher, TopK):
+        return F.kl_div(student, teacher, reduction="sum", log_target=True)
+    gap = teacher.log_p - student.gather(-1, teacher.ids)
+    rest = teacher.log_rest - _log_rest(student, teacher.ids)
+    return (teacher.log_p.exp() * gap).sum() + (teacher.log_rest.exp() * rest).sum()
+
+
 def token_losses(
-    hidden, targets, logits, *, ce_weight, kl_weight, teacher=None, parameters=(), chunk=128
+    hidden, targets, logits, *, ce_weight, kl_weight, teacher=None, parameters=(), chunk=CHUNK
 ):
     """(ce_weight * CE + kl_weight * KL(teacher || student), {"ce", "kl"}): sums over N targets.
 
     hidden [N, D]: the decoder's output where a target is predicted; targets [N] int64; logits: a
-    function from [n, D] to [n, V]; teacher: None, or (hidden [N, Dt], logits function) of the
-    teacher. `parameters` are those of `logits` that train. The gradient is taken chunk by chunk as
-    the loss is computed, so that [N, V] never exists; nothing is computed twice. Backward gives the
-    gradient to `hidden` and `parameters`.
+    function from [n, D] to [n, V]; teacher: None, or a function from a slice of the N rows to the
+    teacher's log probabilities [n, V] or `TopK`. `parameters` are those of `logits` that train. The
+    gradient is taken chunk by chunk as the loss is computed, so that [N, V] never exists; nothing
+    is computed twice. Backward gives the gradient to `hidden` and `parameters`.
     """
     tensors = [t for t in (hidden, *parameters) if t.requires_grad and torch.is_grad_enabled()]
     gradients = [torch.zeros_like(t) for t in tensors]
@@ -113,11 +161,9 @@ def _chunk_losses(rows, targets, logits, ce_weight, kl_weight, teacher, part):
     ce = F.nll_loss(student, targets, reduction="sum")
     if teacher is None:
         return ce_weight * ce, {"ce": ce}
-    teacher_hidden, teacher_logits = teacher
     with torch.no_grad():
-        target = teacher_logits(teacher_hidden[part])
-        target = target.to(student.dtype).log_softmax(-1)
-    kl = F.kl_div(student, target, reduction="sum", log_target=True)
+        target = teacher(part)
+    kl = logit_kl(target, student)
     return ce_weight * ce + kl_weight * kl, {"ce": ce, "kl": kl}
 
 

@@ -112,9 +112,7 @@ class ConvertSection(Section):
     feature_dim: Count | None = Field(
         None, description="Width of the features; null: the map's own choice."
     )
-    mixing: Mixing = Field(
-        "calibrated", description="How exact and linear weights share one normaliser."
-    )
+    mixing: Mixing = Field("calibrated", description="How exact and linear weights are joined.")
     k_map: KMap = Field(
         "kv_head", description="One map (and state) of keys per key/value or query head."
     )
@@ -153,9 +151,16 @@ class TransferSection(Section):
     num_queries: Count | None = Field(
         64, description="Query positions per row that enter the loss; null: all."
     )
-    max_tokens: Count | None = Field(
-        None, description="Tokens to train on; null: one pass over the data."
+    window_dropout: Fraction = Field(
+        0.0, description="How often a layer learns without its window, at first; falls to 0."
     )
+    position_weights: Literal["uniform", "buckets", "distance"] = Field(
+        "uniform", description="What a query counts, by its distance from the document's start."
+    )
+    mixing_start: Literal["fixed", "beta", "beta_alpha"] = Field(
+        "fixed", description="Start of β and α: fixed, or from the teacher's weights."
+    )
+    max_tokens: Count | None = Field(None, description="Tokens; null: one pass over the data.")
     max_steps: Count | None = Field(None, description="Optimiser steps, instead of max_tokens.")
     batch_size: Count = Field(4, description="Rows per forward pass.")
     accumulation: Count = Field(1, description="Forward passes per optimiser step.")
@@ -173,15 +178,12 @@ class FinetuneSection(Section):
     )
     rank: Count = Field(8, description="Rank of LoRA.")
     alpha: Positive = Field(16, description="LoRA adds alpha / rank times its product.")
-    loss: Literal["kl", "ce", "mix"] = Field(
-        "kl", description="Teacher's logits, labels, or a mix of both."
-    )
+    loss: Literal["kl", "ce", "mix"] = Field("kl", description="Teacher's logits, labels or both.")
     kl_weight: Weight = Field(1.0, description="Weight of the KL term of 'mix'.")
     ce_weight: Weight = Field(0.0, description="Weight of the cross-entropy of 'mix'.")
+    top_k: Count | None = Field(None, description="KL on the teacher's k best tokens; null: all.")
     train_linearized: bool = Field(True, description="Train the new parameters too.")
-    max_tokens: Count | None = Field(
-        None, description="Tokens to train on; null: one pass over the data."
-    )
+    max_tokens: Count | None = Field(None, description="Tokens; null: one pass over the data.")
     max_steps: Count | None = Field(None, description="Optimiser steps, instead of max_tokens.")
     batch_size: Count = Field(2, description="Rows per forward pass.")
     accumulation: Count = Field(4, description="Forward passes per optimiser step.")
@@ -288,17 +290,18 @@ class Recipe(Section):
                 "hedgehog_exp, taylor, favor or another mixing"
             )
         idle = {
-            "transfer.attention_weight": "both",
-            "finetune.kl_weight": "mix",
-            "finetune.ce_weight": "mix",
+            "transfer.attention_weight": ("both",),
+            "finetune.kl_weight": ("mix",),
+            "finetune.ce_weight": ("mix",),
+            "finetune.top_k": ("kl", "mix"),
         }
-        for key, loss in idle.items():
+        for key, losses in idle.items():
             section, _, name = key.partition(".")
             stage = getattr(self, section)
-            if stage is None or stage.loss == loss:
+            if stage is None or stage.loss in losses:
                 continue
             if getattr(stage, name) != type(stage).model_fields[name].default:
-                yield f"{key}: has no effect with loss '{stage.loss}'; use loss '{loss}'"
+                yield f"{key}: has no effect with loss '{stage.loss}'; use loss '{losses[0]}'"
 
     def dump(self) -> str:
         """The recipe as YAML, every default written out; loading it gives an equal recipe."""

@@ -46,6 +46,7 @@ def run(
     resume: bool = True,
     save_steps: int | None = SAVE_STEPS,
     gradient_checkpointing: bool = False,
+    teacher_cache: str | Path | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Results of a recipe, as in `results.json`; the model lies in `model/` of the run directory.
@@ -57,6 +58,8 @@ def run(
         resume: Go on with what the run directory holds; False refuses a directory with a run.
         save_steps: Optimiser steps between checkpoints; None: only at the end of a stage.
         gradient_checkpointing: Stage 2 in less memory and more time.
+        teacher_cache: Folder that keeps the teacher's logits of stage 2 (`finetune.top_k` of each
+            token) for its baselines, for later runs, and for going on; None: no cache.
         progress: Show progress bars.
 
     Raises:
@@ -66,6 +69,12 @@ def run(
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe)
     place = loading.choose_device(device)
+    section = recipe.finetune
+    if teacher_cache and section and section.loss != "ce" and section.top_k is None:
+        raise ValueError(
+            "teacher_cache: it holds the teacher's most probable tokens; set finetune.top_k, for "
+            "example to 64"
+        )
     directory = RunDirectory(
         output_dir or recipe.output,
         recipe.dump(),
@@ -74,7 +83,8 @@ def run(
     )
     if "finished" not in directory.results:
         training = {"save_steps": save_steps, "progress": progress, "seed": recipe.seed}
-        job = _Job(recipe, directory, str(place), training, gradient_checkpointing)
+        stage_2 = {"gradient_checkpointing": gradient_checkpointing, "teacher_cache": teacher_cache}
+        job = _Job(recipe, directory, str(place), training, stage_2)
         job.run()
     return directory.results
 
@@ -88,11 +98,11 @@ class _Job:
         directory: RunDirectory,
         device: str,
         training: Mapping[str, Any],
-        gradient_checkpointing: bool,
+        stage_2: Mapping[str, Any],
     ) -> None:
         self.recipe, self.directory, self.device = recipe, directory, device
         self.training, self.progress = training, training["progress"]
-        self.gradient_checkpointing = gradient_checkpointing
+        self.stage_2 = stage_2
         self.splits: Splits | None = None
         self.text: Sequence[Any] = ()
 
@@ -202,8 +212,8 @@ class _Job:
             self.splits.train,
             output_dir=self.directory.checkpoints / name,
             mode=mode,
-            gradient_checkpointing=self.gradient_checkpointing,
             **self.recipe.finetune.model_dump(exclude={"baselines"}),
+            **self.stage_2,
             **self.training,
         )
         self.directory.record(**{name: metrics})

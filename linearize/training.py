@@ -34,6 +34,7 @@ class Objective(Protocol):
     groups: list  # [[parameter, ...], ...]; the loss is the mean over groups, clipped per group
     learning_rates: dict  # {part of a parameter's name: its own largest learning rate}
     state: dict  # numbers that belong to the objective and travel in the checkpoint, as JSON
+    progress: float  # share of the optimiser steps that are done; set before each
 
     def start(self, model, dataset):
         """Sets `state` before the first step; not called when a run is resumed."""
@@ -178,6 +179,7 @@ class StageTrainer(Trainer):
         self.generator = torch.Generator().manual_seed(
             int.from_bytes(hashlib.sha256(key).digest()[:7])
         )
+        self.objective.progress = self.state.global_step / self.args.max_steps
         self.steps_in_parts += 1
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 

@@ -9,8 +9,11 @@ of one has no gradient for another, gradients are clipped per layer, and trainin
 equals training them apart.
 """
 
+import warnings
+
 import torch
 
+from linearize.calibration import fit_mixing, log_masses
 from linearize.losses import (
     attention_kl,
     output_energy,
@@ -19,12 +22,18 @@ from linearize.losses import (
     with_gradient,
 )
 from linearize.modeling.attention import linearized_modules, transfer
-from linearize.modeling.ops import positions
 from linearize.modeling.rows import take_rows
+from linearize.queries import draw_queries, eligible, position_table, spread, weigh_positions
 from linearize.training import collate, preserved, train
 
 LOSSES = ("output", "attention", "both")
+POSITION_WEIGHTS = ("uniform", "buckets", "distance")
+MIXING_STARTS = ("fixed", "beta", "beta_alpha")
 CALIBRATION_ROWS = 16  # rows on which each layer's energy, and the start of its maps, is measured
+CALIBRATION_QUERIES = 64  # of each of them, for the start of the mixing rule
+POSITION_ROWS = 1024  # rows whose positions are counted, which needs no forward pass
+DROPOUT_ENDS = 0.9  # share of the steps after which the window is never dropped
+PLAIN = {"window_dropout": 0.0, "position_weights": "uniform", "mixing_start": "fixed"}
 KEYS_PER_ROW = 512  # that feature maps start from
 QUERY_BLOCK = 256  # rows of weights held at once
 
@@ -37,6 +46,9 @@ def transfer_attention(
     loss="output",
     attention_weight=0.1,
     num_queries=64,
+    window_dropout=0.0,
+    position_weights="uniform",
+    mixing_start="fixed",
     max_tokens=None,
     max_steps=None,
     batch_size=4,
@@ -63,6 +75,13 @@ def transfer_attention(
             equal strata, so that the estimate is unbiased; None for all. Positions whose keys are
             all exact (the first W + N of a document) are never drawn: their error is zero whatever
             the maps are.
+        window_dropout: probability that a layer answers without window and sinks in a step, all
+            keys handed to the linear part; it falls linearly, to zero after 90 % of the steps.
+        position_weights: what a query counts: "uniform"; "buckets", every doubling of the distance
+            from the document's start counts the same; "distance", as many as the linear keys that
+            it sees. 1 on average.
+        mixing_start: "fixed" start values of beta and alpha; or "beta", "beta_alpha": set from the
+            teacher's weight outside window and sinks on some rows, before the first step.
         max_tokens, max_steps: length of training; one pass over the data by default.
         clip: limit of each layer's own gradient norm.
         resume: "auto" goes on from the newest checkpoint in output_dir, "never" starts over.
@@ -72,19 +91,25 @@ def transfer_attention(
         "loss", the mean over layers, and "layers", {"0": ...}.
     """
     layers = linearized_modules(model)
-    _check(model, layers, dataset, loss, num_queries)
+    options = {
+        "window_dropout": window_dropout,
+        "position_weights": position_weights,
+        "mixing_start": mixing_start,
+    }
+    _check(model, layers, dataset, loss, num_queries, **options)
     settings = {
         "loss": loss,
         "attention_weight": attention_weight if loss == "both" else None,
         "num_queries": num_queries,
         "linearize": model.config.linearize_config,
     }
+    settings |= {name: value for name, value in options.items() if value != PLAIN[name]}
     with preserved(model):
         own = {p for module in layers.values() for p in module.linearized.parameters()}
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.requires_grad and parameter in own)
         objective = TransferObjective(
-            model, loss=loss, attention_weight=attention_weight, num_queries=num_queries
+            model, loss=loss, attention_weight=attention_weight, num_queries=num_queries, **options
         )
         return train(
             model,
@@ -108,7 +133,9 @@ def transfer_attention(
         )
 
 
-def _check(model, layers, dataset, loss, num_queries):
+def _check(
+    model, layers, dataset, loss, num_queries, window_dropout, position_weights, mixing_start
+):
     if not layers:
         raise ValueError("transfer: this model has no linearized layer; convert it first")
     if not any(module.linearize_heads for module in layers.values()):
@@ -124,8 +151,25 @@ def _check(model, layers, dataset, loss, num_queries):
             f"transfer: feature map {section['feature_map']} under mixing {section['mixing']} has "
             "nothing to train; leave this stage out"
         )
-    if loss not in LOSSES:
-        raise ValueError(f"transfer.loss: {loss!r} is not allowed; choose from {', '.join(LOSSES)}")
+    for key, value, allowed in (
+        ("loss", loss, LOSSES),
+        ("position_weights", position_weights, POSITION_WEIGHTS),
+        ("mixing_start", mixing_start, MIXING_STARTS),
+    ):
+        if value not in allowed:
+            raise ValueError(
+                f"transfer.{key}: {value!r} is not allowed; choose from {', '.join(allowed)}"
+            )
+    section = model.config.linearize_config
+    if mixing_start == "beta_alpha" and section["mixing"] != "calibrated":
+        raise ValueError(
+            "transfer.mixing_start: 'beta_alpha' needs convert.mixing 'calibrated', which has an "
+            f"alpha to set; under {section['mixing']!r} use 'beta'"
+        )
+    if not 0 <= window_dropout <= 1:
+        raise ValueError(
+            f"transfer.window_dropout: {window_dropout} is not a probability; give 0 to 1"
+        )
     if num_queries is not None and num_queries < 1:
         raise ValueError(
             f"transfer.num_queries: {num_queries} is not allowed; give a positive number, or null "
@@ -137,6 +181,13 @@ def _check(model, layers, dataset, loss, num_queries):
             f"data.length: rows of {dataset.length} tokens never reach beyond window + sinks = "
             f"{exact}, so there is nothing to learn; use {4 * exact} or more"
         )
+    if dataset.length < 4 * section["window"]:
+        warnings.warn(
+            f"data.length: rows of {dataset.length} tokens are shorter than 4 windows of "
+            f"{section['window']}, so that few queries see a key far away; use longer rows or a "
+            "smaller window",
+            stacklevel=3,
+        )
 
 
 def exact_tokens(model):
@@ -147,7 +198,19 @@ def exact_tokens(model):
 class TransferObjective:
     """The mean over layers of the transfer loss; see `training.Objective`."""
 
-    def __init__(self, model, *, loss, attention_weight, num_queries):
+    progress = 0.0
+
+    def __init__(
+        self,
+        model,
+        *,
+        loss,
+        attention_weight,
+        num_queries,
+        window_dropout=0.0,
+        position_weights="uniform",
+        mixing_start="fixed",
+    ):
         self.layers = {i: m for i, m in linearized_modules(model).items() if m.linearize_heads}
         self.parameters = {
             i: [p for p in module.linearized.parameters() if p.requires_grad]
@@ -160,13 +223,15 @@ class TransferObjective:
             "attention": (0.0, 1.0),
             "both": (1.0, attention_weight),
         }[loss]
-        self.num_queries = num_queries
+        self.num_queries, self.window_dropout = num_queries, window_dropout
+        self.position_weights, self.mixing_start = position_weights, mixing_start
         self.learning_rates, self.state = {}, {}
 
     def start(self, model, dataset):
         """Measures each layer's energy, the mean of |teacher output|^2: a constant from here on.
 
-        Feature maps that start from real keys get them here.
+        Feature maps that start from real keys get them here, and mixing rules that start from the
+        teacher's weights.
         """
         rows = [dataset[i] for i in range(min(CALIBRATION_ROWS, len(dataset)))]
         sums, count = dict.fromkeys(self.layers, 0.0), 0
@@ -177,10 +242,10 @@ class TransferObjective:
             if module.layer_idx in keys:
                 keys[module.layer_idx].append(k[0, :, sample])
 
-        for row in rows:
-            batch = {key: value.to(model.device) for key, value in collate([row]).items()}
+        batches = [{k: x.to(model.device) for k, x in collate([row]).items()} for row in rows]
+        for batch in batches:
             there = eligible(batch, self.exact)
-            sample = _spread(batch, KEYS_PER_ROW)
+            sample = spread(batch, KEYS_PER_ROW)
             count += int(there.sum())
             self._forward(model, batch, observe)
         if not count:
@@ -192,22 +257,64 @@ class TransferObjective:
         for i, found in keys.items():
             self.layers[i].linearized.fit(torch.cat(found, 1), self.layers[i].linearize_heads)
         self.state = {"energy": {str(i): total / count for i, total in sums.items()}}
+        if self.position_weights != "uniform":
+            counted = (collate([dataset[i]]) for i in range(min(POSITION_ROWS, len(dataset))))
+            self.state["position_weights"] = position_table(
+                self.position_weights, counted, self.exact
+            )
+        if self.mixing_start != "fixed":
+            self._fit_mixing(model, batches)
+
+    def _fit_mixing(self, model, batches):
+        """Start values of beta, and of alpha, from the teacher's weights on some queries."""
+        found = {i: [] for i in self.layers}
+
+        def observe(module, q, k, v, teacher_out, *, attention_mask, **inputs):
+            found[module.layer_idx].append(
+                log_masses(module.linearized, q, k, v, queries, weight, **inputs)
+            )
+
+        for batch in batches:
+            generator = torch.Generator().manual_seed(0)
+            there = eligible(batch, self.exact)
+            queries, weight = draw_queries(there, CALIBRATION_QUERIES, generator)
+            self._forward(model, batch, observe)
+        for i, parts in found.items():
+            linearized, heads = self.layers[i].linearized, self.layers[i].linearize_heads
+            fit_mixing(linearized, parts, heads, slope=self.mixing_start == "beta_alpha")
 
     def count(self, batch):
         return int(eligible(batch, self.exact).sum())
 
     def __call__(self, model, batch, generator):
         queries, weight = draw_queries(eligible(batch, self.exact), self.num_queries, generator)
+        if self.position_weights != "uniform":
+            table = self.state["position_weights"]
+            weight = weight * weigh_positions(
+                self.position_weights, batch, self.exact, table
+            ).gather(1, queries)
+        dropped = self._without_window(generator)
         losses = {}
 
         def observe(module, q, k, v, teacher_out, *, attention_mask, **inputs):
+            window = module.layer_idx not in dropped
             losses[module.layer_idx] = self._layer_loss(
-                module, (q, k, v), teacher_out, queries, weight, **inputs
+                module, (q, k, v), teacher_out, queries, weight, window=window, **inputs
             )
 
         self._forward(model, batch, observe)
         parts = {f"layers.{i}": value.detach() for i, value in losses.items()}
+        if self.window_dropout:
+            share = torch.tensor(len(dropped) / len(self.layers), device=weight.device)
+            parts["without_window"] = share * self.count(batch)
         return torch.stack(list(losses.values())).mean(), parts
+
+    def _without_window(self, generator):
+        """Layers whose window branch is off in this step, in every micro-batch of it."""
+        probability = self.window_dropout * max(0.0, 1 - self.progress / DROPOUT_ENDS)
+        own = torch.Generator().manual_seed(generator.initial_seed() + 1)
+        draws = torch.rand(len(self.layers), generator=own).tolist()
+        return {i for i, draw in zip(self.layers, draws) if draw < probability}
 
     def _forward(self, model, batch, observe):
         """One pass of the teacher, without gradients; the language-model head sees one token."""
@@ -237,19 +344,20 @@ class TransferObjective:
 
 
 def layer_loss(
-    linearized, qkv, teacher_out, queries, weight, energy, weights=(1.0, 0.0), heads=None, **inputs
-):
+    linearized, qkv, teacher_out, queries, weight, energy, weights=(1.0, 0.0), *, window=True,
+    heads=None, **inputs,
+):  # fmt: skip
     """Sum over queries of weight * the loss of one layer; queries, weight [B, Q].
 
     linearized is the layer's module of that name; qkv is (q [B, H, T, D], k [B, G, T, D], v [B, G,
     T, Dv]) after the rotary embedding, teacher_out [B, H, T, Dv], all of the linear heads; heads
     and inputs (scaling, softcap, sink_logit, valid and documents) are as an observer of
-    `modeling.attention.transfer` receives them;
-    weights those of the output error and of the attention KL.
+    `modeling.attention.transfer` receives them; weights those of the output error and of the
+    attention KL. window=False: the student answers without its window branch.
     """
     output_weight, attention_weight = weights
     total = torch.zeros((), device=queries.device)
-    options = dict(queries=queries, weights=bool(attention_weight), heads=heads)
+    options = dict(queries=queries, weights=bool(attention_weight), window=window, heads=heads)
     rows = linearized(*qkv, **options, **inputs)
     if output_weight:
         error = output_error(rows.out, take_rows(teacher_out, queries), weight)
@@ -258,48 +366,3 @@ def layer_loss(
         target = teacher_log_weights(*qkv[:2], queries, **inputs)
         total = total + attention_weight * attention_kl(target, rows.log_weights, weight)
     return total
-
-
-# ------------------------------------------------------------------------- which keys and queries
-def _spread(batch, most):
-    """At most `most` indices of real tokens of a batch of one, evenly spread."""
-    mask = batch.get("attention_mask")
-    real = torch.ones_like(batch["input_ids"][0]) if mask is None else mask[0]
-    index = real.nonzero().flatten()
-    return index[torch.linspace(0, len(index) - 1, min(most, len(index))).long()]
-
-
-def eligible(batch, exact):
-    """bool [B, T]: tokens that see a linear key, `exact` = W + N or more into their document."""
-    ids, mask = batch["input_ids"], batch.get("attention_mask")
-    valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-    documents = None
-    if mask is None and "position_ids" in batch:
-        borders = batch["position_ids"].diff(dim=1) != 1
-        documents = torch.nn.functional.pad(borders.long().cumsum(1), (1, 0))
-    return valid & (positions(valid, documents) >= exact)
-
-
-def draw_queries(there, num_queries, generator):
-    """(queries, weight) [B, Q]: some true entries of `there` [B, T] and what each stands for.
-
-    The n true entries of a row are cut into Q equal strata, one uniform draw from each, with weight
-    n / Q: the weighted sum of any function of the entries is an unbiased estimate of its sum over
-    all n. A row with n <= Q, or num_queries None, has all its entries with weight 1; what is left
-    of its Q places has weight 0.
-    """
-    count = there.sum(1)  # [B]
-    width = max(1, int(count.max()))
-    width = width if num_queries is None else min(num_queries, width)
-    order = torch.sort(~there, dim=1, stable=True).indices  # the true entries first
-    place = torch.arange(width, device=there.device).expand(len(there), width)
-    weight = (place < count[:, None]).float()
-    if num_queries is not None:
-        jitter = torch.rand(len(there), num_queries, generator=generator)[:, :width].to(
-            there.device, torch.float64
-        )
-        size = (count[:, None] / num_queries).double()
-        drawn = ((place + jitter) * size).long().clamp(max=(count[:, None] - 1).clamp(min=0))
-        many = count[:, None] > num_queries
-        place, weight = torch.where(many, drawn, place), torch.where(many, size.float(), weight)
-    return order.gather(1, place), weight

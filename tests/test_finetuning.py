@@ -12,7 +12,9 @@ from linearize.finetuning import (
     finetune,
 )
 from linearize.logits import head_logits, run_body
+from linearize.losses import logit_kl, top_k_of
 from linearize.modeling.attention import linearized_modules
+from linearize.teacher_cache import TeacherCache
 from tests.conftest import random_ids, randomize, tiny_linearized, tiny_llama, tiny_model
 from tests.families import ALL_FULL
 from tests.test_transfer import Packed, linearized, relative
@@ -191,6 +193,107 @@ def test_a_window_over_everything_starts_at_the_teacher(tmp_path):
     assert abs(metrics["history"][0]["kl"]) < SOFTMAX_FLOAT32
 
 
+# ------------------------------------------------------------------------------ top k and its cache
+def asked(monkeypatch):
+    """A list that grows by one entry for each forward pass of the teacher."""
+    calls, ask = [], LogitObjective._ask_teacher
+
+    def counted(self, *args):
+        calls.append(1)
+        return ask(self, *args)
+
+    monkeypatch.setattr(LogitObjective, "_ask_teacher", counted)
+    return calls
+
+
+def test_the_top_k_divergence_is_that_of_whole_logits():
+    original, model, batch = tiny_llama(), adapted(), Scored(4, 30).batch()
+    there = batch["labels"][:, 1:] != -100
+    log_t = logits_of(original, batch["input_ids"])[:, :-1].log_softmax(-1)[there]
+    log_s = logits_of(model, batch["input_ids"])[:, :-1].log_softmax(-1)[there]
+    full = measure(LogitObjective(model, 0.0, 1.0), model, batch)
+    for k in (1, 5, 64):
+        loss, parts, gradient = measure(LogitObjective(model, 0.0, 1.0, top_k=k), model, batch)
+        expected = logit_kl(top_k_of(log_t, k), log_s).item()
+        assert loss == pytest.approx(expected, rel=1e-5) == parts["kl"]
+        assert (loss < 0.99 * full[0]) == (k < 64)
+    assert loss == pytest.approx(full[0], rel=1e-5)
+    assert relative(gradient, full[2]) < ACCUMULATION
+
+
+def test_a_batch_without_targets_has_no_top_k():
+    model = adapted()
+    batch = Scored(0).batch()
+    assert measure(LogitObjective(model, 0.0, 1.0, top_k=3), model, batch)[0] == 0
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_cache_changes_nothing_and_asks_the_teacher_once(tmp_path, monkeypatch, method):
+    data, calls = Packed((24,), (9, 15), (24,), seed=1), asked(monkeypatch)
+    options = {**STAGE, "max_steps": 6, "top_k": 5, "method": method}
+    models = [
+        finetune(tiny_linearized(), data, output_dir=tmp_path / name, **options, **extra)[0]
+        for name, extra in (
+            ("plain", {}),
+            ("first", {"teacher_cache": tmp_path / "cache"}),
+            ("second", {"teacher_cache": tmp_path / "cache"}),
+        )
+    ]
+    assert len(calls) == 9 + 3 + 0  # micro-batches of three epochs; rows; nothing
+    for model in models[1:]:
+        for name, tensor in models[0].state_dict().items():
+            assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+def test_baselines_read_the_cache_of_the_stage(tmp_path, monkeypatch):
+    calls = asked(monkeypatch)
+    options = {**STAGE, "top_k": 5, "teacher_cache": tmp_path / "cache"}
+    finetune(tiny_linearized(), LONG, output_dir=tmp_path / "linear", **options)
+    assert len(calls) == 2
+    finetune(tiny_linearized(), LONG, output_dir=tmp_path / "window", mode="window", **options)
+    assert len(calls) == 2
+    other = tiny_linearized(model=tiny_llama(seed=1))
+    finetune(other, LONG, output_dir=tmp_path / "other", **options)
+    assert len(calls) == 4
+
+
+def test_a_killed_stage_goes_on_with_the_rows_in_its_cache(tmp_path, monkeypatch):
+    calls = asked(monkeypatch)
+    options = {**STAGE, "top_k": 5, "teacher_cache": tmp_path / "cache", "accumulation": 1}
+    write = TeacherCache.write
+
+    def killed(self, row, top):
+        if list(self.folder.glob("*/*.safetensors")):
+            raise InterruptedError
+        write(self, row, top)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TeacherCache, "write", killed)
+        with pytest.raises(InterruptedError):
+            finetune(tiny_linearized(), LONG, output_dir=tmp_path / "run", **options)
+    assert len(calls) == 2
+    finetune(tiny_linearized(), LONG, output_dir=tmp_path / "run", **options)
+    assert len(calls) == 3
+
+
+def test_the_size_of_the_cache_is_limited_by_the_length_of_training(tmp_path, caplog):
+    caplog.set_level("INFO")
+    options = {**STAGE, "top_k": 5, "teacher_cache": tmp_path / "cache", "accumulation": 1}
+    for name, length, tokens in (
+        ("rows", dict(max_steps=9), 48), ("steps", dict(max_steps=1), 24),
+        ("tokens", dict(max_steps=None, max_tokens=30), 30),
+    ):  # fmt: skip
+        finetune(tiny_linearized(), LONG, output_dir=tmp_path / name, **{**options, **length})
+        assert f"top 5 of {tokens} tokens" in caplog.text
+        caplog.clear()
+
+
+def test_without_a_teacher_there_is_no_cache(tmp_path):
+    options = {**STAGE, "loss": "ce", "teacher_cache": tmp_path / "cache"}
+    finetune(tiny_linearized(), LONG, output_dir=tmp_path / "run", **options)
+    assert not (tmp_path / "cache").exists()
+
+
 # ------------------------------------------------------------------------------ what trains
 def test_lora_changes_nothing_but_its_targets_and_the_new_parameters(tmp_path):
     model = tiny_linearized()
@@ -316,6 +419,26 @@ def test_full_finetuning_trains_every_weight_and_keeps_dtypes(tmp_path, loss, dt
     assert metrics["history"][-1]["loss"] < metrics["history"][0]["loss"]
 
 
+def test_full_finetuning_of_a_bf16_model_adds_up_steps_that_bf16_cannot_see(tmp_path):
+    """The masters are fp32: one step of 1e-4 is below half the spacing of bf16 at 1/8."""
+    moved = []
+    for steps in (1, 40):
+        model = convert(tiny_llama().bfloat16(), window=4)
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        options = {**STAGE, "max_steps": steps, "learning_rate": 1e-4, "warmup": 0.0, "clip": None}
+        out, _ = finetune(
+            model, LONG, output_dir=tmp_path / str(steps), method="full", loss="ce", **options
+        )
+        pairs = [
+            (before[n][before[n].abs() > 0.13], p[before[n].abs() > 0.13])
+            for n, p in out.named_parameters()
+            if p.dtype == torch.bfloat16 and p.ndim == 2
+        ]
+        changed = sum(int((a != b).sum()) for a, b in pairs)
+        moved.append(changed / sum(a.numel() for a, _ in pairs))
+    assert moved[0] == 0 and moved[1] > 0.3
+
+
 # ------------------------------------------------------------------------------ modes
 @pytest.mark.parametrize("mode", ["linear", "softmax", "window"])
 def test_the_first_loss_is_that_of_the_mode(tmp_path, mode):
@@ -343,10 +466,15 @@ def test_the_first_loss_is_that_of_the_mode(tmp_path, mode):
 
 
 # ------------------------------------------------------------------------------ the run
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_resumed_equals_uninterrupted(tmp_path, monkeypatch, method):
+def test_resumed_equals_uninterrupted(tmp_path, monkeypatch, method, dtype):
     options = {**STAGE, "save_steps": 2, "method": method, "loss": "mix", "ce_weight": 0.5}
-    whole, expected = finetune(tiny_linearized(), LONG, output_dir=tmp_path / "whole", **options)
+
+    def student():
+        return randomize(convert(tiny_llama().to(dtype), window=4, sinks=0))
+
+    whole, expected = finetune(student(), LONG, output_dir=tmp_path / "whole", **options)
     calls, forward = [], LogitObjective.__call__
 
     def killed(self, *args):
@@ -358,13 +486,13 @@ def test_resumed_equals_uninterrupted(tmp_path, monkeypatch, method):
     with monkeypatch.context() as patch:
         patch.setattr(LogitObjective, "__call__", killed)
         with pytest.raises(InterruptedError):
-            finetune(tiny_linearized(), LONG, output_dir=tmp_path / "cut", **options)
-    resumed, found = finetune(tiny_linearized(), LONG, output_dir=tmp_path / "cut", **options)
+            finetune(student(), LONG, output_dir=tmp_path / "cut", **options)
+    resumed, found = finetune(student(), LONG, output_dir=tmp_path / "cut", **options)
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor, resumed.state_dict()[name]), name
     drop = [{k: v for k, v in e.items() if k != "seconds"} for e in expected["history"]]
     assert drop == [{k: v for k, v in e.items() if k != "seconds"} for e in found["history"]]
-    loaded, again = finetune(tiny_linearized(), LONG, output_dir=tmp_path / "cut", **options)
+    loaded, again = finetune(student(), LONG, output_dir=tmp_path / "cut", **options)
     assert again == found
     assert all(torch.equal(t, whole.state_dict()[n]) for n, t in loaded.state_dict().items())
 
@@ -415,8 +543,13 @@ def test_gradient_checkpointing_that_a_model_lacks_is_refused(tmp_path):
         (dict(loss="both"), r"finetune\.loss: 'both' is not allowed; choose from kl, ce, mix"),
         (dict(mode="off"), r"finetune\.mode: 'off' is not allowed; choose from linear, softmax, w"),
         (dict(loss="mix", kl_weight=0.0), r"finetune\.loss: 'mix' with ce_weight 0 and kl_weight"),
+        (dict(top_k=0), r"finetune\.top_k: 0 is not allowed; give a positive number, or null"),
+        (
+            dict(teacher_cache="cache"),
+            r"teacher_cache: it holds .* set finetune\.top_k, 64 for exam",
+        ),
     ],
-    ids=["method", "loss", "mode", "mix"],
+    ids=["method", "loss", "mode", "mix", "top-k", "cache"],
 )
 def test_unknown_options_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):

@@ -1,15 +1,19 @@
 """The losses against plain formulas: values, gradients, masks, chunks."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from linearize.losses import (
     attention_kl,
+    logit_kl,
     output_energy,
     output_error,
     teacher_log_weights,
     token_losses,
+    top_k_of,
     with_gradient,
 )
 
@@ -127,7 +131,7 @@ def test_token_losses_and_gradients_equal_the_unsliced_formula(chunk, weights):
         lambda h: h @ weight.T,
         ce_weight=ce_weight,
         kl_weight=kl_weight,
-        teacher=(teacher, teacher_head),
+        teacher=lambda part: teacher_head(teacher[part]).log_softmax(-1),
         parameters=[weight],
         chunk=chunk,
     )
@@ -143,6 +147,51 @@ def test_token_losses_and_gradients_equal_the_unsliced_formula(chunk, weights):
     assert torch.allclose(loss, ce_weight * ce + kl_weight * kl, rtol=EXACT)
     for a, b in zip(found, expected):
         assert torch.allclose(a, b, rtol=0, atol=EXACT)
+
+
+def test_the_divergence_of_the_top_k_is_the_formula():
+    teacher, student = (3 * normal(5, 9, seed=s) for s in (0, 1))
+    p, q = teacher.softmax(-1), student.softmax(-1)
+    expected = 0
+    for n in range(5):
+        best = p[n].argsort(descending=True)[:3]
+        rest_p, rest_q = 1 - p[n, best].sum(), 1 - q[n, best].sum()
+        expected += (p[n, best] * (p[n, best] / q[n, best]).log()).sum()
+        expected += rest_p * (rest_p / rest_q).log()
+    found = logit_kl(top_k_of(teacher.log_softmax(-1), 3), student.log_softmax(-1))
+    assert torch.allclose(found, expected, rtol=1e-10)
+
+
+def test_the_divergence_of_the_top_k_rises_to_the_full_one():
+    teacher, student = (3 * normal(5, 9, seed=s).log_softmax(-1) for s in (0, 1))
+    teacher, student = teacher.log_softmax(-1), student.log_softmax(-1).requires_grad_()
+    full = logit_kl(teacher, student)
+    values = [logit_kl(top_k_of(teacher, k), student) for k in range(1, 10)]
+    assert all(a < b for a, b in pairwise(values[:8])) and values[0] > 0
+    assert torch.allclose(values[7], full, rtol=EXACT)  # one token is left
+    for value in (values[8], logit_kl(top_k_of(teacher, 50), student)):
+        assert torch.allclose(value, full, rtol=EXACT)
+        gradients = [torch.autograd.grad(x, student, retain_graph=True)[0] for x in (value, full)]
+        assert torch.allclose(*gradients, rtol=0, atol=EXACT)
+    assert logit_kl(top_k_of(teacher, 2), teacher).abs() < EXACT
+
+
+def test_probability_outside_the_top_k_costs():
+    """A student that agrees on the ratios of the top k but gives away half of their mass."""
+    teacher = torch.tensor([[0.5, 0.3, 0.1, 0.1]]).double().log()
+    student = torch.tensor([[0.25, 0.15, 0.3, 0.3]]).double().log()
+    loss = logit_kl(top_k_of(teacher, 2), student)
+    expected = 0.8 * torch.tensor(2.0).double().log() + 0.2 * torch.tensor(0.2 / 0.6).double().log()
+    assert torch.allclose(loss, expected, rtol=EXACT)
+
+
+def test_a_student_that_is_certain_has_a_finite_gradient():
+    student = torch.tensor([[80.0, 0.0, -90.0]], requires_grad=True)
+    teacher = torch.tensor([[0.0, 1.0, 2.0]]).log_softmax(-1)
+    for k in (1, 2, 3):
+        loss = logit_kl(top_k_of(teacher, k), student.log_softmax(-1))
+        (gradient,) = torch.autograd.grad(loss, student)
+        assert loss.isfinite() and gradient.isfinite().all()
 
 
 def test_token_losses_without_teacher_have_no_kl():
@@ -172,8 +221,11 @@ def test_token_losses_never_hold_all_logits():
         assert sum(len(kept) for kept in alive[:-1]) == 0
         return logits
 
+    def target(part):
+        return teacher_head(teacher[part]).log_softmax(-1)
+
     loss, _ = token_losses(
-        student, ids, head, ce_weight=1.0, kl_weight=1.0, teacher=(teacher, teacher_head), chunk=8
+        student, ids, head, ce_weight=1.0, kl_weight=1.0, teacher=target, chunk=8
     )
     assert asked == [8, 8, 4] and sum(len(kept) for kept in alive) == 0
     loss.backward()

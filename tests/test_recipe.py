@@ -253,6 +253,10 @@ def test_a_wrong_override_is_named_as_the_place(write):
             "finetune.kl_weight: has no effect with loss 'ce'; use loss 'mix'",
         ),
         ("finetune: {ce_weight: 0.5}\n", "finetune.ce_weight: has no effect with loss 'kl'"),
+        (
+            "finetune: {loss: ce, top_k: 9}\n",
+            "finetune.top_k: has no effect with loss 'ce'; use loss 'kl'",
+        ),
     ],
     ids=yaml_id,
 )
@@ -349,6 +353,8 @@ def test_defaults_of_self_are_those_of_the_library():
         ("ConvertSection", "mixing", MIXING_RULES),
         ("ConvertSection", "k_map", K_MAPS),
         ("TransferSection", "loss", transfer.LOSSES),
+        ("TransferSection", "position_weights", transfer.POSITION_WEIGHTS),
+        ("TransferSection", "mixing_start", transfer.MIXING_STARTS),
         ("FinetuneSection", "loss", finetuning.LOSSES),
         ("FinetuneSection", "method", finetuning.METHODS),
         ("ModelSection", "dtype", DTYPES),

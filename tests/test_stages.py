@@ -190,6 +190,25 @@ def test_held_out_text_must_exist(base, corpus, tmp_path):
         run(recipe_for(base, corpus, tmp_path / "run", data=data), device="cpu", progress=False)
 
 
+def test_a_cache_of_the_teacher_serves_stage_2_and_its_baselines(base, corpus, tmp_path):
+    sections = {"finetune": {**FINETUNE, "top_k": 5}, "generate": None, "evaluate": {"length": 32}}
+    tables = []
+    for name, cache in (("plain", None), ("cached", tmp_path / "cache")):
+        recipe = recipe_for(base, corpus, tmp_path / name, **sections)
+        results = run(recipe, device="cpu", progress=False, teacher_cache=cache)
+        tables.append(results["ablation"])
+    assert tables[0] == tables[1]
+    rows = len(list((tmp_path / "cache").rglob("*.safetensors")))
+    assert rows == FINETUNE["max_steps"] * FINETUNE["batch_size"]
+
+
+def test_a_cache_without_top_k_is_refused_before_anything_is_written(base, corpus, tmp_path):
+    recipe = recipe_for(base, corpus, tmp_path / "run", finetune=FINETUNE)
+    with pytest.raises(ValueError, match=r"teacher_cache: .* set finetune\.top_k, for example to"):
+        run(recipe, device="cpu", progress=False, teacher_cache=tmp_path / "cache")
+    assert not (tmp_path / "run").exists()
+
+
 def test_run_takes_the_path_of_a_recipe(base, corpus, tmp_path, finished):
     _recipe, folder, results = finished
     assert run(folder / "recipe.yaml", device="cpu") == results

@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file
 
 from linearize import convert
+from linearize.losses import output_error
 from linearize.modeling.attention import branches, linearized_modules, transfer
 from linearize.modeling.configuration_linearized import K_MAPS, MIXING_RULES
 from linearize.modeling.feature_maps import FEATURE_MAPS
+from linearize.modeling.rows import take_rows
+from linearize.queries import draw_queries, eligible
 from linearize.transfer import (
     LOSSES,
     TransferObjective,
-    _spread,
-    draw_queries,
-    eligible,
     layer_loss,
     transfer_attention,
 )
@@ -65,11 +65,13 @@ def linearized(**options):
         return tiny_linearized(**options)
 
 
-def objective_for(model, data, *, loss="output", num_queries=None):
+def objective_for(model, data, *, loss="output", num_queries=None, **options):
     """A started objective; only the new parameters require a gradient."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and ".linearized." in name)
-    objective = TransferObjective(model, loss=loss, attention_weight=0.3, num_queries=num_queries)
+    objective = TransferObjective(
+        model, loss=loss, attention_weight=0.3, num_queries=num_queries, **options
+    )
     objective.start(model, data)
     return objective
 
@@ -187,45 +189,6 @@ def test_losses_of_padded_rows_come_from_the_definition():
 
 
 # ------------------------------------------------------------------------------ which queries
-def test_eligible_tokens_lie_beyond_window_and_sinks_of_their_document():
-    there = eligible(MIXED.batch(), 6)
-    expected = torch.zeros(4, 24, dtype=torch.bool)
-    for row, places in enumerate([(11, 12, 13, *range(20, 24)), range(6, 24), range(8, 24)]):
-        expected[row, list(places)] = True
-    expected[3, [*range(6, 12), *range(18, 24)]] = True
-    assert torch.equal(there, expected)
-
-
-def test_all_queries_have_weight_one():
-    there = eligible(MIXED.batch(), 6)
-    queries, weight = draw_queries(there, None, torch.Generator())
-    found = torch.zeros(4, 24).scatter_add(1, queries, weight)
-    assert torch.equal(found, there.float())
-
-
-def test_each_stratum_gives_one_query():
-    there = eligible(MIXED.batch(), 6)
-    queries, weight = draw_queries(there, 5, torch.Generator().manual_seed(0))
-    for row in range(4):
-        places = there[row].nonzero().flatten()
-        rank = [(places == q).nonzero().item() for q in queries[row].tolist()]
-        size = len(places) / 5
-        assert all(int(i * size) <= r < (i + 1) * size for i, r in enumerate(rank))
-        assert torch.allclose(weight[row], torch.tensor(size))
-
-
-def test_the_weights_of_many_draws_average_to_one_everywhere():
-    there, generator = eligible(MIXED.batch(), 6), torch.Generator().manual_seed(0)
-    draws, total = 1500, torch.zeros(4, 24)
-    for _ in range(draws):
-        queries, weight = draw_queries(there, 5, generator)
-        total.scatter_add_(1, queries, weight)
-    mean = total / draws
-    assert mean[~there].eq(0).all()
-    assert (mean[there] - 1).abs().max() < 0.2  # 5 standard errors
-    assert (mean.sum(1) - there.sum(1)).abs().max() < 1e-3
-
-
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_losses_of_a_partition_of_queries_add_up_to_the_full_loss(loss):
     """In float64; with weights n / Q this makes the estimate of `draw_queries` unbiased."""
@@ -398,9 +361,16 @@ def test_the_stage_lowers_the_loss_of_every_layer(tmp_path, loss):
         assert last < first
 
 
-@pytest.mark.parametrize("feature_map", ["hedgehog", "centroids"])
-def test_resumed_equals_uninterrupted(tmp_path, monkeypatch, feature_map):
-    options = {**STAGE, "save_steps": 3}
+ADDITIONS = dict(window_dropout=0.9, position_weights="buckets", mixing_start="beta_alpha")
+
+
+@pytest.mark.parametrize(
+    ("feature_map", "additions"),
+    [("hedgehog", {}), ("centroids", {}), ("hedgehog", ADDITIONS)],
+    ids=["hedgehog", "centroids", "additions"],
+)
+def test_resumed_equals_uninterrupted(tmp_path, monkeypatch, feature_map, additions):
+    options = {**STAGE, "save_steps": 3, **additions}
     whole = tiny_linearized(feature_map=feature_map)
     expected = transfer_attention(whole, MIXED, output_dir=tmp_path / "whole", **options)
     calls, forward = [], TransferObjective.__call__
@@ -450,16 +420,92 @@ def test_centroids_begin_on_the_scale_of_the_scores():
     assert (heads.alpha == 1).all()
 
 
-def test_keys_of_padding_do_not_become_centroids():
-    """They are zero here, and no real key is."""
-    batch = {
-        "input_ids": torch.arange(6)[None],
-        "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]]),
-    }
-    assert _spread(batch, 9).tolist() == [2, 3, 4, 5]
-    assert _spread(batch, 2).tolist() == [2, 5]
-    del batch["attention_mask"]
-    assert _spread(batch, 3).tolist() == [0, 2, 5]
+# ------------------------------------------------------------------------------ window dropout
+def test_window_dropout_falls_to_zero():
+    objective = objective_for(tiny_linearized(), LONG, window_dropout=0.8)
+
+    def share(progress, draws=400):
+        objective.progress = progress
+        generators = (torch.Generator().manual_seed(i) for i in range(draws))
+        return sum(len(objective._without_window(g)) for g in generators) / (2 * draws)
+
+    assert share(0.0) == pytest.approx(0.8, abs=0.06)  # 4 standard errors
+    assert share(0.45) == pytest.approx(0.4, abs=0.07)
+    assert share(0.9) == share(0.95) == 0
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_without_its_window_a_layer_answers_by_its_linear_part(loss):
+    """The loss of a layer that is dropped is that of `branches(window=False)`: same queries, same
+    count.
+    """
+    model = tiny_linearized(sinks=1)
+    objective = objective_for(model, MIXED, loss=loss, window_dropout=1.0)
+    found = measure(objective, model, MIXED.batch())[1]
+    outputs = {}
+
+    def observe(module, q, k, v, out, *, attention_mask, **inputs):
+        queries, weight = draw_queries(
+            eligible(MIXED.batch(), objective.exact), None, torch.Generator()
+        )
+        energy = objective.state["energy"][str(module.layer_idx)]
+        rows = module.linearized(q, k, v, window=False, **inputs)  # the chunked form
+        error = output_error(take_rows(rows, queries), take_rows(out, queries), weight)
+        outputs[f"layers.{module.layer_idx}"] = error.item() / energy
+
+    with torch.no_grad():
+        objective._forward(model, MIXED.batch(), observe)
+    if loss == "output":
+        assert {n: found[n] for n in outputs} == pytest.approx(outputs, rel=1e-5)
+    objective.window_dropout = 0.0
+    assert all(
+        abs(value / found[name] - 1) > 0.01
+        for name, value in measure(objective, model, MIXED.batch())[1].items()
+    )
+
+
+def test_the_micro_batches_of_a_step_drop_the_same_windows():
+    model = tiny_linearized()
+    objective = objective_for(
+        model, MIXED, num_queries=3, window_dropout=0.5, position_weights="distance"
+    )
+    large = measure(objective, model, MIXED.batch())
+    assert large[1]["without_window"] == 0.5 * objective.count(MIXED.batch())
+    model.zero_grad()
+    generator, total = torch.Generator().manual_seed(0), 0.0
+    for row in MIXED:
+        value, _ = objective(model, {k: v[None] for k, v in row.items()}, generator)
+        value.backward()
+        total += value.item()
+    small = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert total == pytest.approx(large[0], rel=ACCUMULATION)
+    assert relative(small, large[2]) < ACCUMULATION
+
+
+def test_the_log_says_how_many_windows_were_dropped(tmp_path):
+    options = {**STAGE, "window_dropout": 1.0, "max_steps": 20, "num_queries": None}
+    history = transfer_attention(tiny_linearized(), MIXED, output_dir=tmp_path, **options)[
+        "history"
+    ]
+    shares = [entry["without_window"] for entry in history]
+    assert set(shares) <= {0.0, 0.5, 1.0} and shares[0] == 1 and shares[-2:] == [0, 0]
+    plain = transfer_attention(tiny_linearized(), LONG, output_dir=tmp_path / "plain", **STAGE)
+    assert "without_window" not in plain["history"][0]
+
+
+def test_position_weights_multiply_the_loss_of_a_query():
+    model = tiny_linearized()
+    plain = objective_for(model, MIXED)
+    weighted = objective_for(model, MIXED, position_weights="distance")
+    table = weighted.state["position_weights"]
+    losses = [measure(objective, model, MIXED.batch())[0] for objective in (plain, weighted)]
+    assert abs(losses[1] / losses[0] - 1) > 1e-3
+    weighted.state["position_weights"] = [2 * table[0]]
+    assert measure(weighted, model, MIXED.batch())[0] == pytest.approx(2 * losses[1], rel=1e-5)
+    weighted.num_queries = 3
+    draws = [measure(weighted, model, MIXED.batch(), seed)[0] for seed in range(80)]
+    draws = torch.tensor(draws)
+    assert abs(draws.mean() - 2 * losses[1]) < 4 * draws.std() / 80**0.5
 
 
 def test_a_run_with_another_window_is_refused(tmp_path):
@@ -491,9 +537,30 @@ def test_a_softmax_model_is_refused(tmp_path):
         transfer_attention(tiny_llama(), LONG, output_dir=tmp_path)
 
 
-def test_an_unknown_loss_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"transfer\.loss: 'mse' is not allowed; choose from out"):
-        transfer_attention(tiny_linearized(), LONG, output_dir=tmp_path, loss="mse")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(loss="mse"), r"transfer\.loss: 'mse' is not allowed; choose from output, attention"),
+        (dict(position_weights="far"), r"transfer\.position_weights: 'far' .*uniform, buckets, di"),
+        (dict(mixing_start="best"), r"transfer\.mixing_start: 'best' is not .*fixed, beta, beta_a"),
+        (dict(window_dropout=1.5), r"transfer\.window_dropout: 1\.5 is not a probability; give 0"),
+    ],
+    ids=lambda item: next(iter(item)) if isinstance(item, dict) else "",
+)
+def test_unknown_options_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        transfer_attention(tiny_linearized(), LONG, output_dir=tmp_path, **options)
+
+
+def test_a_rule_without_alpha_cannot_start_from_one(tmp_path):
+    model = tiny_linearized(mixing="lolcats")
+    with pytest.raises(ValueError, match=r"'beta_alpha' needs convert\.mixing 'calibrated'.*'lol"):
+        transfer_attention(model, LONG, output_dir=tmp_path, mixing_start="beta_alpha")
+
+
+def test_rows_below_four_windows_are_allowed_with_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match=r"data\.length: rows of 24 tokens are shorter than 4 win"):
+        transfer_attention(tiny_linearized(window=7), LONG, output_dir=tmp_path, **STAGE)
 
 
 def test_no_queries_are_refused(tmp_path):
@@ -507,7 +574,7 @@ def test_rows_within_the_window_are_refused(tmp_path):
 
 
 def test_documents_within_the_window_are_refused(tmp_path):
-    data = Packed((4, 4, 4), (6, 6))
+    data = Packed((4, 4, 4, 6, 6), (6, 6, 6, 6))
     with pytest.raises(ValueError, match="data: no document in the first 2 rows is longer than"):
         transfer_attention(tiny_linearized(window=6), data, output_dir=tmp_path, progress=False)
 

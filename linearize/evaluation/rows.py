@@ -111,7 +111,8 @@ def choose_rows(
 def equal_bytes_windows(section: LinearizeConfig, dtype: torch.dtype) -> dict[int, int]:
     """The window of each layer whose keys and values, sinks included, take its state's bytes.
 
-    Keys and values are those of the heads that are linear. Rounded down, and never narrower than the conversion's own window.
+    Keys and values are those of the linear heads. Rounded down, and never narrower than the
+    conversion's own window.
     """
     sinks = section.sinks or FLOOR_SINKS
     windows = {}
