@@ -150,6 +150,23 @@ def efficiency(found: Mapping[str, Any]) -> RenderableType:
     return Group(decode, growth, Text(), prefill)
 
 
+def publication(found: Mapping[str, Any]) -> RenderableType:
+    """The folder that was made, what its verification found, and where it was pushed."""
+    lines = [f"{found['folder']}: {len(found['files'])} files, {size(found['bytes'])}"]
+    lines += [
+        f"loads {process}: largest difference of the logits {difference:.2g}"
+        for process, difference in found["differences"].items()
+    ]
+    pushed = found["pushed"]
+    if pushed is None:
+        lines.append("nothing was pushed")
+    else:
+        place = pushed["pull_request"] or pushed["url"]
+        branch = f" (branch {pushed['branch']})" if pushed["branch"] else ""
+        lines.append(f"pushed to {place}{branch}, commit {pushed['commit']}")
+    return Text("\n".join(lines))
+
+
 def numbers(found: Mapping[str, Any]) -> Table:
     """Every number of a nested result, one line each."""
     table = _table("", "value")
