@@ -260,7 +260,8 @@ def _certificate(facts: Facts) -> Iterator[str]:
     row = rows["converted"]
     yield (
         f"`teacher` is the base model with its softmax attention. Scored: {row['num_tokens']:,} "
-        f"tokens of {_text(facts)} in windows of {row['length']:,}, stride {row['stride']:,}, BOS {row['bos']}; ± is one standard error."
+        f"tokens of {_text(facts)} in windows of {row['length']:,}, stride {row['stride']:,}, BOS "
+        f"{row['bos']}; ± is one standard error."
     )
 
 
@@ -275,7 +276,10 @@ def _positions(facts: Facts) -> Iterator[str]:
     yield from _table(
         ("position", *(tables.ROW_NAMES.get(name, name) for name in shown)),
         (
-            (f"{same[0]['from']:,} to {same[0]['to']:,}", *(f"{b['perplexity']:.2f}" for b in same))
+            (
+                f"{same[0]['from']:,} to {same[0]['to']:,}",
+                *(tables.fixed(bucket["perplexity"], 2) for bucket in same),
+            )
             for same in buckets
         ),
     )
@@ -419,10 +423,7 @@ def _hardware(facts: Facts) -> str:
 
 
 def _measured(row: Mapping[str, Any], key: str, digits: int) -> str:
-    value, error = row[key], row[f"{key}_se"]
-    if not isinstance(value, float) or not isinstance(error, float):
-        return str(value)
-    return f"{value:.{digits}f} ± {error:.{digits}f}"
+    return f"{tables.fixed(row[key], digits)} ± {tables.fixed(row[f'{key}_se'], digits)}"
 
 
 def _table(head: tuple[str, ...], rows: Any) -> Iterator[str]:

@@ -33,15 +33,16 @@ def check(repo_id: str, *, branch: str | None = None, pull_request: bool = False
         )
 
 
-def sign_in(api: HfApi) -> str:
+def sign_in() -> str:
     """Name of the account whose token is in use.
 
     Raises:
         ValueError: There is no token, or the hub does not know it.
         ConnectionError: The hub does not answer.
     """
+    api = HfApi()
     remedy = f"make one with write access at {api.endpoint}/settings/tokens and set HF_TOKEN"
-    if not (api.token or get_token()):
+    if get_token() is None:
         raise ValueError(f"HF_TOKEN: no token was found; {remedy}, or run: hf auth login")
     try:
         return api.whoami()["name"]
@@ -66,7 +67,6 @@ def push(
     private: bool = True,
     branch: str | None = None,
     pull_request: bool = False,
-    api: HfApi | None = None,
 ) -> dict[str, Any]:
     """{"repo_id", "url", "commit", "branch", "pull_request"}: where the folder is now.
 
@@ -79,15 +79,20 @@ def push(
         private: Whether a new repository is private.
         branch: A branch, made if it is not there; or refs/pr/N, an open pull request.
         pull_request: Open a pull request instead of changing the main branch.
-        api: The hub; None: the one of HF_ENDPOINT with the token of HF_TOKEN.
 
     Raises:
         ValueError: The token is refused, or the repository is another one than was meant.
         ConnectionError: The hub does not answer, or the upload broke off.
     """
     check(repo_id, branch=branch, pull_request=pull_request)
-    api = api or HfApi()
-    sign_in(api)
+    sign_in()
+    api = HfApi()
+    options = ["" if private else " --public", f" --branch {branch}" if branch else ""]
+    options.append(" --pull-request" if pull_request else "")
+    again = (
+        f"the folder is whole, go on with: linearize publish {folder} --repo-id {repo_id}"
+        f"{''.join(options)}"
+    )
     try:
         _open(api, repo_id, private, branch, pull_request)
         done = api.upload_folder(
@@ -101,11 +106,11 @@ def push(
     except ValueError:
         raise
     except HfHubHTTPError as error:
-        raise _refused(api, repo_id, folder, error) from None
+        raise _refused(api.endpoint, repo_id, error, again) from None
     except Exception as error:  # as in sign_in
+        kind = type(error.__cause__ or error).__name__
         raise ConnectionError(
-            f"publish: the upload to {repo_id} broke off ({type(error).__name__}); the folder is "
-            f"whole. Go on with: linearize publish {folder} --repo-id {repo_id}"
+            f"publish: the upload to {repo_id} broke off ({kind}); {again}"
         ) from error
     return {
         "repo_id": repo_id,
@@ -123,7 +128,8 @@ def _open(api: HfApi, repo_id: str, private: bool, branch: str | None, pull_requ
     except RepositoryNotFoundError:
         api.create_repo(repo_id, private=private)
     else:
-        if private and not found.private and not pull_request:
+        is_proposal = pull_request or (branch or "").startswith("refs/pr/")
+        if private and not found.private and not is_proposal:
             raise ValueError(
                 f"--repo-id: {repo_id} exists and everybody can read it; add --public to publish "
                 "there, or choose another name"
@@ -140,16 +146,17 @@ def _open(api: HfApi, repo_id: str, private: bool, branch: str | None, pull_requ
         api.create_branch(repo_id, branch=branch, exist_ok=True)
 
 
-def _refused(api: HfApi, repo_id: str, folder: Path, error: HfHubHTTPError) -> OSError | ValueError:
+def _refused(
+    endpoint: str, repo_id: str, error: HfHubHTTPError, again: str
+) -> ConnectionError | ValueError:
     """What to tell somebody whom the hub said no to; the request, with its token, is left out."""
     code = error.response.status_code
     if code in (401, 403, 404):
         return ValueError(
-            f"--repo-id: {api.endpoint} does not let this token write to {repo_id} ({code}); check "
+            f"--repo-id: {endpoint} does not let this token write to {repo_id} ({code}); check "
             "the name of the owner, and that the token has write access"
         )
     said = error.server_message or "no reason given"
     return ConnectionError(
-        f"publish: {api.endpoint} refused the upload to {repo_id} ({code}: {said}); the folder is "
-        f"whole. Go on with: linearize publish {folder} --repo-id {repo_id}"
+        f"publish: {endpoint} refused the upload to {repo_id} ({code}: {said}); {again}"
     )

@@ -93,7 +93,7 @@ def publish(
     if repo_id is not None:
         hub.check(repo_id, branch=branch, pull_request=pull_request)
         if not dry_run:
-            hub.sign_in(hub.HfApi())  # a wrong token should not cost an hour
+            hub.sign_in()  # a wrong token should not cost an hour
     elif branch is not None or pull_request:
         raise ValueError("--repo-id: needed to know where branch or pull request shall be")
     origin = find(Path(source).expanduser())

@@ -105,10 +105,10 @@ def ablation(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     for name, row in rows.items():
         table.add_row(
             ROW_NAMES.get(name, name),
-            _fixed(row["perplexity"], 3),
-            _fixed(row["perplexity_se"], 3),
-            _fixed(row["kl_to_teacher"], 4),
-            _fixed(row["kl_to_teacher_se"], 4),
+            fixed(row["perplexity"], 3),
+            fixed(row["perplexity_se"], 3),
+            fixed(row["kl_to_teacher"], 4),
+            fixed(row["kl_to_teacher_se"], 4),
             f"{100 * row['top1_agreement']:.1f} %",
         )
     return table
@@ -195,6 +195,13 @@ def size(num_bytes: float) -> str:
     return _scaled(num_bytes, BYTES, 1024)
 
 
+def fixed(value: float | str | None, digits: int) -> str:
+    """A number with so many decimals; "inf" and a missing one as they are."""
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else f"{round(value, digits) + 0.0:.{digits}f}"
+
+
 def _scaled(value: float, units: Iterable[str], step: int) -> str:
     *smaller, largest = units
     for unit in smaller:
@@ -231,13 +238,6 @@ def _cost(stage: str, metrics: Mapping[str, Any]) -> str:
         f"{stage}: {metrics['tokens']:,} tokens in {metrics['seconds']:.0f} s, "
         f"{metrics['tokens_per_s']:,.0f} tokens/s"
     )
-
-
-def _fixed(value: float | str | None, digits: int) -> str:
-    """A number with so many decimals; "inf" and a missing one as they are."""
-    if value is None:
-        return "-"
-    return value if isinstance(value, str) else f"{round(value, digits) + 0.0:.{digits}f}"
 
 
 def _ratio(before: float, after: float) -> str:
