@@ -46,10 +46,13 @@ class FakeHub:
         self.repos[name] = {"private": private, "refs": {"main": files}}
 
     def files(self, name, branch="main"):
-        return self.repos[name]["refs"][branch]
+        """Files of a branch, a pull request or a commit."""
+        refs = self.repos[name]["refs"]
+        commits = {_sha(files): files for files in refs.values()}
+        return refs[branch] if branch in refs else commits[branch]
 
     def sha(self, name, branch):
-        return hashlib.sha1(repr(sorted(self.files(name, branch).items())).encode()).hexdigest()
+        return _sha(self.files(name, branch))
 
     def uploads(self):
         return [path for method, path in self.log if method == "PUT"]
@@ -117,7 +120,7 @@ class Handler(BaseHTTPRequestHandler):
         repo = self.hub.repos.get(name)
         if repo is None or (repo["private"] and not self.known):
             return self.answer(404, {"error": "not found"}, X_Error_Code="RepoNotFound")
-        files = repo["refs"][branch or "main"]
+        files = self.hub.files(name, branch or "main")
         siblings = [{"rfilename": path} for path in files]
         sha = self.hub.sha(name, branch or "main")
         found = {"id": name, "sha": sha, "private": repo["private"], "siblings": siblings}
@@ -191,13 +194,15 @@ class Handler(BaseHTTPRequestHandler):
         repo = self.hub.repos.get(name)
         if repo is None or (repo["private"] and not self.known):
             return self.answer(404, {"error": "not found"}, X_Error_Code="RepoNotFound")
-        shas = {self.hub.sha(name, ref): ref for ref in repo["refs"]}
-        files = repo["refs"][shas.get(branch, branch)]
+        files = self.hub.files(name, branch)
         if path not in files:
             return self.answer(404, {"error": "no such file"}, X_Error_Code="EntryNotFound")
         tag = hashlib.sha1(files[path]).hexdigest()
-        sha = self.hub.sha(name, shas.get(branch, branch))
-        return self.answer(200, files[path], ETag=f'"{tag}"', X_Repo_Commit=sha)
+        return self.answer(200, files[path], ETag=f'"{tag}"', X_Repo_Commit=_sha(files))
+
+
+def _sha(files):
+    return hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
 
 
 ROUTES = [  # methods, path, whether only with a token, what happens
