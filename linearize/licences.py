@@ -96,9 +96,10 @@ def write_texts(licence: Licence, folder: Path, base_name: str) -> None:
     """
     for file in licence.texts:
         shutil.copyfile(file, folder / file.name)
+    has_text = any(file.name.startswith(("LICENSE", "LICENCE")) for file in licence.texts)
     code = distribution("linearize").read_text("licenses/LICENSE")
     assert code is not None, "the wheel holds LICENSE"
-    if licence.texts:
+    if has_text:
         (folder / "LICENSE.code").write_text(code, encoding="utf-8")
     elif licence.name == CODE_LICENCE:
         (folder / "LICENSE").write_text(code, encoding="utf-8")

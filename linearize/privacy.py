@@ -16,7 +16,7 @@ from linearize.sources import READERS
 LOADING = ("is_local", "local_files_only", "name_or_path", "tokenizer_file", "vocab_file")
 # Words that a tokenizer knows may look like anything.
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
-HOMES = rb"(?<![\w.])(?:/home/|/Users/|[A-Za-z]:\\+Users\\+)[\w.-]+"
+HOMES = rb"(?<![\w.])(?:/(?:home|Users)/|[A-Za-z]:\\+Users\\+)[\w.-]+"
 TOKENS = rb"hf_[A-Za-z0-9]{20,}"
 
 

@@ -102,9 +102,16 @@ def publish(
         folder, differences = origin.path, _check_again(origin.path, repo_id, place)
     else:
         folder = _folder(origin, output)
+        if folder.exists() and not _is_published(folder):
+            raise ValueError(
+                f"--output: {folder} is there already and was not made by linearize publish; "
+                "choose another folder or delete it"
+            )
         draft = folder.with_name(f"{folder.name}-unfinished")
-        _make_room(folder, draft)
         maker = _Maker(origin, draft, Base.of(origin.recipe, base_model), place)
+        if draft.exists():
+            shutil.rmtree(draft)
+        draft.mkdir(parents=True)
         maker.describe(repo_id, license, languages, adapter_only)
         maker.save_adapter() if adapter_only else maker.save(max_shard_size)
         differences = maker.compare(adapter=adapter_only)
@@ -256,6 +263,12 @@ class _Maker:
                 f"--base-model: whoever loads the adapter needs the base model, and {base.name} is "
                 "a folder of this computer; give its name on the hub, owner/name"
             )
+        recipe = self.origin.recipe
+        if recipe is not None and recipe.model.gguf_file is not None:
+            raise ValueError(
+                "--adapter-only: an adapter cannot name a GGUF file as its base model "
+                f"({recipe.model.gguf_file}); publish the whole model"
+            )
         trained = unmerged(self.origin, self.model)
         save_adapter(trained, self.folder, base.place, revision=base.revision)
         (self.folder / ADAPTER / CARD).unlink(missing_ok=True)  # peft's, with the path of the base
@@ -345,18 +358,6 @@ def _folder(origin: Source, output: str | Path | None) -> Path:
     if origin.recipe is not None:
         return origin.path / "publish"
     return origin.path.with_name(f"{origin.path.resolve().name}-publish")
-
-
-def _make_room(folder: Path, draft: Path) -> None:
-    """Removes what an earlier attempt left; refuses to replace what is not ours."""
-    if folder.exists() and not _is_published(folder):
-        raise ValueError(
-            f"--output: {folder} is there already and was not made by linearize publish; choose "
-            "another folder or delete it"
-        )
-    if draft.exists():
-        shutil.rmtree(draft)
-    draft.mkdir(parents=True)
 
 
 def _is_published(folder: Path) -> bool:

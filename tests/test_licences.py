@@ -95,6 +95,15 @@ def test_texts_of_the_base_model_travel_and_the_code_has_its_own(tmp_path):
     assert "Apache License" in (folder / "LICENSE.code").read_text()
 
 
+def test_a_notice_alone_is_no_licence(tmp_path):
+    base, folder = tmp_path / "base", tmp_path / "folder"
+    base.mkdir(), folder.mkdir()
+    (base / "NOTICE").write_text("made by us")
+    write_texts(inherited({"license": "apache-2.0"}, [base / "NOTICE"]), folder, "me/base")
+    assert (folder / "NOTICE").read_text() == "made by us"
+    assert "Apache License" in (folder / "LICENSE").read_text()
+
+
 def test_apache_is_written_out(tmp_path):
     write_texts(inherited({"license": "apache-2.0"}), tmp_path, "me/base")
     assert "Apache License" in (tmp_path / "LICENSE").read_text()

@@ -102,7 +102,9 @@ def test_a_tokenizer_forgets_whence_it_came(tmp_path):
 def folder(tmp_path):
     made = tmp_path / "publish"
     made.mkdir()
-    (made / "README.md").write_text("One\nhttps://example.org/home/page and/or a </s> of 1/2/3\n")
+    (made / "README.md").write_text(
+        "One\nhttps://example.org/" + "home/page and/or a </s> of 1/2/3\n"
+    )
     (made / "tokenizer.json").write_text(json.dumps({"vocab": {HOME: 1}}))
     return made
 

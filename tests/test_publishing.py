@@ -271,6 +271,17 @@ def test_all_weights_finetuned_are_no_adapter(finished, trusting, tmp_path):
         publish(copy, adapter_only=True, base_model="me/base", device="cpu")
 
 
+def test_an_adapter_of_a_gguf_file_is_refused(finished, trusting, tmp_path):
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    recipe = yaml.safe_load((copy / "recipe.yaml").read_text())
+    recipe["model"]["gguf_file"] = "base-q4.gguf"
+    (copy / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(
+        ValueError, match=r"cannot name a GGUF file as its base model \(base-q4\.gguf"
+    ):
+        publish(copy, adapter_only=True, base_model="me/base", device="cpu")
+
+
 # ------------------------------------------------------------------------------------- refusals
 def test_what_is_no_folder_of_a_model_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"publish: .*nowhere is no folder"):
@@ -288,6 +299,7 @@ def test_an_unfinished_run_is_refused_with_the_command_that_finishes_it(finished
 def test_a_softmax_model_is_refused(base, tmp_path):
     with pytest.raises(ValueError, match="holds a LlamaForCausalLM, which is not converted"):
         publish(base, output=tmp_path / "out", device="cpu")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_is_not_ours_is_not_replaced(converted, tmp_path):
