@@ -18,6 +18,7 @@ _LAZY = {  # loaded on first use: they need peft, datasets or pydantic
     "finetune": "linearize.finetuning",
     "inspect": "linearize.inspection",
     "load_recipe": "linearize.recipe",
+    "publish": "linearize.publishing",
     "run": "linearize.stages",
     "save_adapter": "linearize.checkpoint",
     "transfer_attention": "linearize.transfer",

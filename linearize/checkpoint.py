@@ -72,7 +72,7 @@ def save_adapter(
         )
     folder = Path(folder)
     (folder / ADAPTER).mkdir(parents=True, exist_ok=True)
-    save_file(_new_parameters(converted), folder / ADAPTER / NEW_PARAMETERS, {"format": "pt"})
+    save_file(new_parameters(converted), folder / ADAPTER / NEW_PARAMETERS, {"format": "pt"})
     if lora:
         model.save_pretrained(str(folder / ADAPTER), save_embedding_layers=False)
     config = copy.deepcopy(converted.config)
@@ -147,7 +147,7 @@ def _base_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name.replace(".base_layer.", ".").replace(".original_module.", "."), parameter
 
 
-def _new_parameters(converted: nn.Module) -> dict[str, torch.Tensor]:
+def new_parameters(converted: nn.Module) -> dict[str, torch.Tensor]:
     """The new parameters under the names of a model without PEFT."""
     return {
         name.replace(".modules_to_save.default.", "."): tensor.contiguous()
@@ -157,7 +157,7 @@ def _new_parameters(converted: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _put(model: nn.Module, parameters: dict[str, torch.Tensor], path: str | Path) -> None:
-    expected = _new_parameters(model)
+    expected = new_parameters(model)
     if expected.keys() != parameters.keys():
         wrong = sorted(expected.keys() ^ parameters.keys())
         raise ValueError(

@@ -207,6 +207,70 @@ def generate(
 
 
 @app.command()
+def publish(
+    source: Annotated[
+        str, typer.Argument(metavar="RUN_OR_MODEL", help="Run, model, or a folder made before.")
+    ],
+    repo_id: Annotated[
+        str | None, typer.Option(help="owner/name on the hub; without it nothing is pushed.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to make; default: 'publish' in the run.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Make and check; push nothing.")
+    ] = False,
+    private: Annotated[
+        bool, typer.Option("--private/--public", help="Who may read a new repository.")
+    ] = True,
+    branch: Annotated[
+        str | None, typer.Option("--branch", "--revision", help="Branch to push to, or refs/pr/N.")
+    ] = None,
+    pull_request: Annotated[
+        bool, typer.Option("--pull-request", help="Open a pull request instead.")
+    ] = False,
+    adapter_only: Annotated[
+        bool, typer.Option("--adapter-only", help="New parameters and LoRA, without the base.")
+    ] = False,
+    base_model: Annotated[
+        str | None, typer.Option(help="Base model on the hub, where the recipe names a folder.")
+    ] = None,
+    license: Annotated[
+        str | None, typer.Option(help="Such as apache-2.0; default: the base model's.")
+    ] = None,
+    language: Annotated[
+        list[str] | None, typer.Option(help="Such as en; repeat it; default: the base model's.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Makes a folder that stock transformers loads, checks it, and pushes it to the hub.
+
+    HF_TOKEN (or hf auth login) says who pushes; HF_ENDPOINT names another hub.
+
+    [bold]Examples[/]
+
+    linearize publish runs/quickstart --dry-run
+
+    linearize publish runs/my --repo-id me/my-model --base-model HuggingFaceTB/SmolLM2-135M
+
+    linearize publish runs/my/publish --repo-id my-org/my-model --public --pull-request
+
+    linearize publish runs/my --repo-id me/my-adapter --adapter-only
+    """
+    from linearize import tables
+    from linearize.publishing import publish
+
+    result = publish(
+        source, repo_id=repo_id, output=output, dry_run=dry_run, private=private, branch=branch,
+        pull_request=pull_request, adapter_only=adapter_only, base_model=base_model,
+        license=license, languages=language or (), max_shard_size=max_shard_size, device=device,
+    )  # fmt: skip
+    _show(result, tables.publication, as_json)
+
+
+@app.command()
 def schema(
     as_json: Annotated[bool, typer.Option("--json", help="JSON schema, for editors.")] = False,
 ) -> None:

@@ -111,10 +111,10 @@ def ablation(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     for name, row in rows.items():
         table.add_row(
             ROW_NAMES.get(name, name),
-            _fixed(row["perplexity"], 3),
-            _fixed(row["perplexity_se"], 3),
-            _fixed(row["kl_to_teacher"], 4),
-            _fixed(row["kl_to_teacher_se"], 4),
+            fixed(row["perplexity"], 3),
+            fixed(row["perplexity_se"], 3),
+            fixed(row["kl_to_teacher"], 4),
+            fixed(row["kl_to_teacher_se"], 4),
             f"{100 * row['top1_agreement']:.1f} %",
         )
     return table
@@ -164,8 +164,8 @@ def recall(found: Mapping[str, Any]) -> RenderableType:
                 cell["task"].replace("_", "-"),
                 f"{cell['length']:,}",
                 ROW_NAMES.get(name, name),
-                _fixed(row["log_prob"], 2),
-                _fixed(row["log_prob_se"], 2),
+                fixed(row["log_prob"], 2),
+                fixed(row["log_prob_se"], 2),
                 _percent(row["choice_accuracy"]),
                 _percent(row["exact_match"]),
                 _percent(row["exact_match_se"]),
@@ -209,11 +209,11 @@ def tasks(found: Mapping[str, Any]) -> RenderableType:
 
 
 def _with_error(values: Mapping[str, Any], name: str) -> str:
-    return f"{_fixed(values[name], 3)} ± {_fixed(values[f'{name}_se'], 3)}"
+    return f"{fixed(values[name], 3)} ± {fixed(values[f'{name}_se'], 3)}"
 
 
 def _percent(share: float | str | None) -> str:
-    return _fixed(share, 1) if not isinstance(share, int | float) else f"{100 * share:.1f} %"
+    return fixed(share, 1) if not isinstance(share, int | float) else f"{100 * share:.1f} %"
 
 
 def efficiency(found: Mapping[str, Any]) -> RenderableType:
@@ -238,6 +238,23 @@ def efficiency(found: Mapping[str, Any]) -> RenderableType:
         f"shortest; {found['dtype']}, {found['threads']} threads"
     )
     return Group(decode, growth, Text(), prefill)
+
+
+def publication(found: Mapping[str, Any]) -> RenderableType:
+    """The folder that was made, what its verification found, and where it was pushed."""
+    lines = [f"{found['folder']}: {len(found['files'])} files, {size(found['bytes'])}"]
+    lines += [
+        f"loads {process}: largest difference of the logits {difference:.2g}"
+        for process, difference in found["differences"].items()
+    ]
+    pushed = found["pushed"]
+    if pushed is None:
+        lines.append("nothing was pushed")
+    else:
+        place = pushed["pull_request"] or pushed["url"]
+        branch = f" (branch {pushed['branch']})" if pushed["branch"] else ""
+        lines.append(f"pushed to {place}{branch}, commit {pushed['commit']}")
+    return Text("\n".join(lines))
 
 
 def numbers(found: Mapping[str, Any]) -> Table:
@@ -266,6 +283,13 @@ def number(value: float) -> str:
 def size(num_bytes: float) -> str:
     """Bytes in three digits and a unit of 1024: 1.5 MiB."""
     return _scaled(num_bytes, BYTES, 1024)
+
+
+def fixed(value: float | str | None, digits: int) -> str:
+    """A number with so many decimals; "inf" and a missing one as they are."""
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else f"{round(value, digits) + 0.0:.{digits}f}"
 
 
 def _scaled(value: float, units: Iterable[str], step: int) -> str:
@@ -308,13 +332,6 @@ def _cost(stage: str, metrics: Mapping[str, Any]) -> str:
 
 def _tokens(length: int | None) -> str:
     return "-" if length is None else f"{length:,} tokens"
-
-
-def _fixed(value: float | str | None, digits: int) -> str:
-    """A number with so many decimals; "inf" and a missing one as they are."""
-    if value is None:
-        return "-"
-    return value if isinstance(value, str) else f"{round(value, digits) + 0.0:.{digits}f}"
 
 
 def _ratio(before: float, after: float) -> str:

@@ -11,7 +11,7 @@ from tinytext import save_base, save_corpus, tiny_tokenizer
 
 from linearize import cli
 
-COMMANDS = ("inspect", "run", "evaluate", "generate", "schema")
+COMMANDS = ("inspect", "run", "evaluate", "generate", "publish", "schema")
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +171,18 @@ def test_generate_prints_the_text(call, wide, converted):
     assert code == 0 and json.loads(found)["text"] == out.strip()
 
 
+def test_publish_makes_a_folder(call, wide, converted, tmp_path, monkeypatch):
+    found = {"with linearize": 0.0}
+    monkeypatch.setattr("linearize.publishing.verify", lambda *args, **kwargs: found)
+    options = ("--output", tmp_path / "out", "--license", "mit", "--language", "en", "--dry-run")
+    code, out, err = call("publish", converted, *options, "--device", "cpu")
+    assert code == 0, err
+    assert "nothing was pushed" in out and (tmp_path / "out" / "README.md").is_file()
+    again = ("publish", tmp_path / "out", "--repo-id", "me/x", "--dry-run", "--device", "cpu")
+    code, out, _ = call(*again, "--json")
+    assert code == 0 and json.loads(out)["differences"] == found
+
+
 def test_schema_lists_every_key(call, wide):
     code, out, _ = call("schema")
     assert code == 0
@@ -191,6 +203,8 @@ def test_a_typo_in_a_recipe_exits_2_before_anything_loads(call, recipe, monkeypa
     [
         (("run", "nowhere.yaml"), "recipe nowhere.yaml does not exist"),
         (("inspect", "./nowhere"), "model ./nowhere: no such folder"),
+        (("publish", "./nowhere"), "publish: nowhere is no folder"),
+        (("publish", "./nowhere", "--repo-id", "x"), "--repo-id: 'x' has no owner"),
         (("evaluate", "./nowhere"), "nothing to measure; name a text"),
         (("generate", "tiny-englsh", "a"), "did you mean tiny-english?"),
         (("generate", "./nowhere", "a", "--dtype", "int8"), "model.dtype: 'int8' is not known"),

@@ -19,8 +19,9 @@ from linearize.recipe import describe, load_recipe
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 FIGURES = [ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "log.md"]
-LATER = (
-    "# after the quickstart"  # first line of a block that needs what the quickstart leaves behind
+LATER = (  # first line of a block that needs what another command leaves behind
+    "# after the quickstart",
+    "# after publishing",
 )
 
 

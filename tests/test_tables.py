@@ -60,6 +60,33 @@ def test_results_show_gap_samples_and_costs():
 
 
 @pytest.mark.parametrize(
+    ("pushed", "words"),
+    [
+        (None, ("nothing was pushed",)),
+        (
+            {"url": "https://hub/me/x", "branch": "v2", "commit": "01ab", "pull_request": None},
+            ("pushed to https://hub/me/x (branch v2), commit 01ab",),
+        ),
+        (
+            {
+                "url": "https://hub/x",
+                "branch": None,
+                "commit": "01",
+                "pull_request": "https://pr/1",
+            },
+            ("pushed to https://pr/1, commit 01",),
+        ),
+    ],
+    ids=["no", "branch", "pull-request"],
+)
+def test_publication(pushed, words):
+    found = {"folder": "runs/x/publish", "files": ["a", "b"], "bytes": 2048, "pushed": pushed}
+    text = printed(tables.publication(found | {"differences": {"with linearize": 1e-6}}))
+    shown = ("runs/x/publish: 2 files, 2 KiB", "loads with linearize: largest difference", *words)
+    assert all(part in text for part in shown)
+
+
+@pytest.mark.parametrize(
     ("gain", "words"),
     [(0.5, "lowers the loss by 0.500"), (-0.5, "raises the loss by 0.500"),
      (0.01, "makes no measurable difference: 0.010")],
