@@ -114,6 +114,32 @@ def ablation(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     return table
 
 
+def comparison(found: Mapping[str, Any]) -> RenderableType:
+    """Runs side by side, and the settings in which they differ."""
+    columns = ("run", "teacher", "converted", "+-", "floor", "gap closed", "KL to teacher", "state")
+    runs, settings = _table(*columns), _table("setting", *found["runs"])
+    for name, run in found["runs"].items():
+        teacher, converted, floor = (
+            run[row] or {} for row in ("teacher", "converted", "swa_sinks")
+        )
+        runs.add_row(
+            Text(name),
+            _fixed(teacher.get("perplexity"), 3),
+            _fixed(converted.get("perplexity"), 3),
+            _fixed(converted.get("perplexity_se"), 3),
+            _fixed(floor.get("perplexity"), 3),
+            "-" if run["closed"] is None else f"{100 * run['closed']:.0f} %",
+            _fixed(converted.get("kl_to_teacher"), 4),
+            "-" if run["state_bytes"] is None else size(run["state_bytes"]),
+        )
+    for key, values in found["settings"].items():
+        settings.add_row(key, *(Text("-" if value is None else str(value)) for value in values))
+    parts: list[RenderableType] = [runs]
+    if not found["comparable"]:
+        parts.append(Text("these runs did not score the same tokens the same way", style="bold"))
+    return Group(*parts, Text(), settings, Text(), Text(f"Charts: {found['page']}"))
+
+
 def verdict(rows: Mapping[str, Mapping[str, Any]]) -> str | None:
     """What the table says of the linear branch, in one sentence; None without the two rows."""
     branch = rows.get("converted", {}).get("linear_branch")

@@ -3,12 +3,13 @@
 // its switch or the width of the page change.
 
 const root = document.documentElement;
+const COARSE = matchMedia("(pointer: coarse)");
 const CONFIG = {
   responsive: true,
   displaylogo: false,
-  modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
+  displayModeBar: COARSE.matches ? false : "hover", // it would cover a small chart
+  modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
 };
-const COARSE = matchMedia("(pointer: coarse)");
 const DARK = matchMedia("(prefers-color-scheme: dark)");
 const PAPER_WIDTH = 660;
 const drawn = new Set();
@@ -45,6 +46,7 @@ function plot(div, figure) {
   const { data: traces, layout } = colors.walk(figure);
   colors.done();
   layout.font = { ...layout.font, family: getComputedStyle(document.body).fontFamily };
+  layout.modebar = { bgcolor: "rgba(0,0,0,0)", color: layout.font.color, activecolor: layout.font.color };
   layout.dragmode = COARSE.matches ? false : "zoom"; // a finger scrolls the page
   const width = div.classList.contains("square") ? PAPER_WIDTH / 2 - 12 : PAPER_WIDTH;
   Object.assign(layout, paper ? { width, autosize: false } : { autosize: true });
@@ -82,6 +84,7 @@ class Viewer {
     const slider = this.get("query");
     slider.max = shown.queries.length - 1;
     slider.value = Math.round(0.9 * slider.max);
+    this.get("head").value = shown.start;
     slider.addEventListener("input", () => this.changed(["row", "teacher", "student"]));
     for (const name of ["text", "head"]) {
       this.get(name).addEventListener("change", () => this.changed(["teacher", "student", "row"]));
@@ -103,15 +106,15 @@ class Viewer {
 
   // log10 of the weights [Q][T]; null above the diagonal and below what is stored
   decades(who) {
-    const key = `${who}-${this.get("text").value}-${this.get("head").value}`;
-    if (this.key?.[who] !== key) {
+    const wanted = `${who}-${this.get("text").value}-${this.get("head").value}`;
+    if (this.kept?.[who] !== wanted) {
       const packed = atob(this.shown[who][this.get("text").value][this.get("head").value]);
       const T = this.text.length;
       const rows = this.shown.queries.map((query, row) => Array.from({ length: T }, (_, key) => {
         const code = packed.charCodeAt(row * T + key);
         return key > query || code === 0 ? null : this.shown.lowest_decade + code / this.shown.codes_per_decade;
       }));
-      this.key = { ...this.key, [who]: key };
+      this.kept = { ...this.kept, [who]: wanted };
       this.rows = { ...this.rows, [who]: rows };
     }
     return this.rows[who];
@@ -152,7 +155,8 @@ class Viewer {
   map(who) {
     const { window: W, sinks: N, queries } = this.shown, T = this.text.length;
     const pieces = this.text.map((piece) => JSON.stringify(piece));
-    const z = this.decades(who);
+    const z = this.decades(who).map((row, i) => row.map((value, key) =>
+      key > queries[i] ? null : value ?? this.shown.lowest_decade));
     const hover = z.map((row, i) => row.map((value, key) => value === null ? "" :
       `${escape(pieces[queries[i]])} looks at ${escape(pieces[key])}: ${(10 ** value).toPrecision(2)}`));
     const line = (x0, y0, x1, y1) => ({ type: "line", x0, y0, x1, y1, line: { color: "#ffffff", width: 1.2, dash: "dash" } });
@@ -240,6 +244,10 @@ function escape(text) { // Plotly reads a little HTML in labels
 // --------------------------------------------------------------------------------------- events
 function showOnPaper(yes) {
   paper = yes;
+  for (const details of document.querySelectorAll(yes ? "details:not([open])" : "details.opened")) {
+    details.open = yes;
+    details.classList.toggle("opened", yes);
+  }
   root.style.colorScheme = yes ? "light" : document.querySelector('input[name="theme"]:checked').value;
   const hidden = [...document.querySelectorAll(".plot")].filter((div) => !drawn.has(div));
   if (yes) hidden.forEach((div) => drawn.add(div)); // print what was not scrolled to as well

@@ -48,8 +48,7 @@ def write_page(
     """
     shown = {name: group for name, group in charts.items() if group}
     figures = {
-        name: [figure.to_dict() for figure in group.values()]
-        for name, group in shown.items()
+        name: [figure.to_dict() for figure in group.values()] for name, group in shown.items()
     }
     data = {"charts": figures, "attention": attention}
     script = files("linearize.report").joinpath("page.js").read_text(encoding="utf-8")
@@ -92,7 +91,9 @@ def _environment() -> Environment:
         "row_name": row_name,
         "size": tables.size,
         "number": tables.number,
-        "fixed": lambda value, digits: f"{value:,.{digits}f}" if _is_number(value) else value or "–",
+        "fixed": lambda value, digits: (
+            f"{value:,.{digits}f}" if _is_number(value) else value or "–"
+        ),
         "percent": lambda value, digits=1: f"{100 * value:.{digits}f} %",
         "duration": _duration,
     }

@@ -54,9 +54,7 @@ def write_report(folder: str | Path, *, settings: Mapping[str, Any], recipe: str
         settings=settings,
         recipe=recipe,
         results=results,
-        tables={
-            title: results[key] for key, title in tables.TABLES.items() if results.get(key)
-        },
+        tables={title: results[key] for key, title in tables.TABLES.items() if results.get(key)},
         rows=rows,
         verdict=tables.verdict(rows),
         closed=results.get("gap_closed", {}).get("ablation"),
@@ -156,6 +154,10 @@ def _viewer(pictures: Pictures | None) -> dict[str, Any] | None:
             }
             for layer, head in pictures.heads
         ],
+        "start": max(
+            range(len(pictures.heads)),
+            key=lambda i: beyond[rows[pictures.heads[i][0]], pictures.heads[i][1]],
+        ),
         "queries": pictures.queries.tolist(),
         "window": pictures.window,
         "sinks": pictures.sinks,
@@ -185,5 +187,3 @@ def _sample(prompt: str, teacher: str, converted: str) -> dict[str, Any]:
         },
         "is_same": teacher == converted,
     }
-
-
