@@ -2,8 +2,9 @@
 
 A run directory holds `recipe.yaml` (every default written out), `results.json` (rewritten whole
 after each step), `checkpoints/` (what the stages resume from), `attention/` (a few heads, to look
-at), `model/` (the converted model and its tokenizer) and, at the end, `report.html`. The same call on the same directory goes on where the last one stopped: a finished
-stage hands back its weights, a finished measurement its numbers.
+at), `model/` (the converted model and its tokenizer) and, at the end, `report.html`. The same call
+on the same directory goes on where the last one stopped: a finished stage hands back its weights, a
+finished measurement its numbers.
 """
 
 import logging
@@ -261,11 +262,12 @@ class _Job:
         if not text:
             return None
         logger.info("evaluation: fidelity of every head")
-        length = self.recipe.data.length
+        length = (self.recipe.evaluate or self.recipe.data).length
         found = fidelity(student, tokenizer, text, length=length)
         if not found:
             return None
-        picture_teacher(student, tokenizer, text, found, self.directory.attention)
+        folder = self.directory.attention
+        picture_teacher(student, tokenizer, text, found, folder, max_length=length)
         return {name: float(values.nanmean()) for name, values in found.items()}
 
     def _measure_again(self, student: Any, tokenizer: Any) -> None:

@@ -95,7 +95,8 @@ def results(found: Mapping[str, Any]) -> RenderableType:
         Text(_cost(stage, found[stage])) for stage in ("transfer", "finetune") if stage in found
     ]
     if "seconds" in found:
-        parts.append(Text(f"{found['seconds']:.0f} s in all. Everything is in {found['output']}"))
+        where = f"Everything is in {found['output']}; report.html shows it"
+        parts.append(Text(f"{found['seconds']:.0f} s in all. {where}"))
     return Group(*parts)
 
 
@@ -116,8 +117,9 @@ def ablation(rows: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def comparison(found: Mapping[str, Any]) -> RenderableType:
     """Runs side by side, and the settings in which they differ."""
-    columns = ("run", "teacher", "converted", "+-", "floor", "gap closed", "KL to teacher", "state")
-    runs, settings = _table(*columns), _table("setting", *found["runs"])
+    runs = _table("run", "teacher", "converted", "+-", "floor", "gap", "KL", "state")
+    settings = Table("setting", *found["runs"], box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    settings.columns[0].no_wrap = True
     for name, run in found["runs"].items():
         teacher, converted, floor = (
             run[row] or {} for row in ("teacher", "converted", "swa_sinks")

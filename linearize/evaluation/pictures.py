@@ -58,6 +58,8 @@ def picture_teacher(
     text: Documents,
     measures: dict[str, Tensor],
     folder: str | Path,
+    *,
+    max_length: int = 1024,
 ) -> None:
     """Writes the teacher's weights of telling heads on up to three passages, and the measures.
 
@@ -70,12 +72,13 @@ def picture_teacher(
         text: Documents to choose from.
         measures: What `fidelity` found.
         folder: Where teacher.safetensors goes.
+        max_length: Most tokens of a passage.
 
     Raises:
         ValueError: The model is not converted.
     """
     check_converted(model, "pictures")
-    texts = _passages(model, tokenizer, text)
+    texts = _passages(model, tokenizer, text, max_length)
     layers = sorted(linearized_modules(model))
     per_head = sum(min(len(text), MAX_QUERIES) * len(text) for text in texts)
     affordable = min(max(MAX_CODES // per_head, 3), 12)
@@ -128,14 +131,16 @@ def read_pictures(folder: str | Path) -> Pictures | None:
     return Pictures(**known, measures=measures, queries=queries, teacher=teacher, student=student)
 
 
-def _passages(model: nn.Module, tokenizer: Any, text: Documents, *, count: int = 3) -> list[Tensor]:
+def _passages(
+    model: nn.Module, tokenizer: Any, text: Documents, max_length: int, *, count: int = 3
+) -> list[Tensor]:
     """Up to `count` passages [T] of a text, all of one length, to picture a model on.
 
     They are the beginnings of documents, or of equal parts of the longest one; T is about twice
     what the window and the sinks cover, or what there is.
     """
     streams = read_text(tokenizer, text).streams
-    length = max(2 * sum(window_and_sinks(model)) + 24, 96)
+    length = min(max(2 * sum(window_and_sinks(model)) + 24, 96), max_length)
     enough = [stream for stream in streams if len(stream) >= length]
     if len(enough) < count:
         longest = max(streams, key=len)

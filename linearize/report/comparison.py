@@ -26,10 +26,10 @@ def compare_runs(
         page: The HTML file to write.
 
     Returns:
-        {"runs": {name: {"converted", "teacher", "swa_sinks": rows of its last ablation, "closed",
-        "verdict", "state_bytes", "tokens", "seconds"}}, "settings": {key: values where runs differ},
-        "comparable": whether all scored the same tokens the same way, "page"}; what a run did not
-        measure is None.
+        {"runs": {name: {"teacher", "converted", "swa_sinks": rows of its last ablation, "closed",
+        "verdict", "state_bytes", "tokens", "seconds"}}, "settings": {key: a value per run} where
+        they differ, "comparable": whether all scored the same tokens the same way, "page"}; what a
+        run did not measure is None.
 
     Raises:
         ValueError: Fewer than two runs.
@@ -55,7 +55,9 @@ def compare_runs(
         Path(page),
         "compare.html.jinja",
         charts=_charts(results, places),
-        **found | {"page": Path(page).name},
+        runs=found["runs"],
+        settings=found["settings"],
+        comparable=found["comparable"],
     )
     return found
 

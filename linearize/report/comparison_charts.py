@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from linearize.evaluation.pictures import Pictures
-from linearize.report.charts import (
+from linearize.report.figures import (
     MEASURES,
     METRICS,
     SERIES,

@@ -21,7 +21,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from linearize import tables
-from linearize.report.charts import Charts, row_name
+from linearize.report.figures import Charts, row_name
 
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src {scripts}; "

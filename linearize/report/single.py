@@ -3,7 +3,7 @@
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from os.path import commonprefix
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from linearize.evaluation.pictures import (
 from linearize.inspection import state_bytes
 from linearize.modeling.configuration_linearized import LinearizeConfig
 from linearize.report import charts
+from linearize.report.figures import Charts
 from linearize.report.page import public, write_page
 
 PAGE = "report.html"
@@ -115,10 +116,10 @@ def memory(config: Path) -> dict[str, Any] | None:
 
 def _charts(
     results: Mapping[str, Any], pictures: Pictures | None, cost: Mapping[str, Any] | None
-) -> dict[str, charts.Charts]:
+) -> dict[str, Charts]:
     """Every group of charts that the results have figures for."""
     measured = {title: results[key] for key, title in tables.TABLES.items() if results.get(key)}
-    groups: dict[str, charts.Charts] = {}
+    groups: dict[str, Charts] = {}
     if measured:
         groups["ablation"] = charts.ablation(measured)
         groups["buckets"] = charts.buckets(list(measured.values())[-1])
@@ -173,10 +174,16 @@ def _bytes(codes: Any) -> list[list[str]]:
     return [[base64.b64encode(head.tobytes()).decode() for head in text] for text in codes]
 
 
+def _common(one: str, other: str) -> str:
+    """The beginning that two texts share."""
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return "".join(letter for letter, _ in pairs)
+
+
 def _sample(prompt: str, teacher: str, converted: str) -> dict[str, Any]:
     """Two texts, cut where the prompt ends and where they part."""
-    prompt = commonprefix([prompt, teacher, converted])
-    same = commonprefix([teacher, converted])
+    prompt = _common(prompt, _common(teacher, converted))
+    same = _common(teacher, converted)
     if same not in (teacher, converted):
         same = same[: max(same.rfind(" ") + 1, len(prompt))]  # at a word
     return {
