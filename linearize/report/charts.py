@@ -14,7 +14,6 @@ from linearize.report.figures import (
     WHO,
     Charts,
     Row,
-    decade_ticks,
     empty_figure,
     error_bars,
     heatmap,
@@ -22,6 +21,7 @@ from linearize.report.figures import (
     log_axis,
     look,
     number,
+    perplexity_axis,
     row_name,
     short,
     span,
@@ -62,8 +62,7 @@ def _rows(tables: Mapping[str, Mapping[str, Row]], key: str, label: str) -> go.F
     figure.update_yaxes(categoryorder="array", categoryarray=order, automargin=True)
     figure.update_xaxes(title_text=label)
     if key == "perplexity":
-        values = [x for trace in figure.data for x in trace.x]
-        figure.update_xaxes(type="log", **decade_ticks(min(values), max(values)))
+        figure.update_xaxes(**perplexity_axis(x for trace in figure.data for x in trace.x))
     if key == "top1_agreement":
         figure.update_xaxes(tickformat=".0%")
     figure.update_layout(height=110 + 32 * len(names), showlegend=len(tables) > 1)
@@ -90,8 +89,7 @@ def buckets(rows: Mapping[str, Row]) -> Charts:
                 hovertemplate="%{x}: %{y:.4g} ± %{customdata:.2g}",
             )
         if key == "perplexity":
-            values = [y for trace in figure.data for y in trace.y if y is not None]
-            figure.update_yaxes(type="log", **decade_ticks(min(values), max(values)))
+            figure.update_yaxes(**perplexity_axis(y for trace in figure.data for y in trace.y))
         if key == "top1_agreement":
             figure.update_yaxes(tickformat=".0%")
         charts[label] = figure

@@ -11,12 +11,14 @@ from linearize.report.figures import (
     METRICS,
     SERIES,
     Charts,
-    decade_ticks,
     empty_figure,
     error_bars,
     line_of,
     log_axis,
+    number,
+    perplexity_axis,
     row_name,
+    short,
     span,
     tokens_axis,
 )
@@ -41,8 +43,7 @@ def by_metric(runs: Mapping[str, Rows]) -> Charts:
             )  # fmt: skip
         figure.update_yaxes(categoryorder="array", categoryarray=list(reversed(runs)))
         if key == "perplexity":
-            values = [x for trace in figure.data for x in trace.x if isinstance(x, float)]
-            figure.update_xaxes(type="log", **decade_ticks(min(values), max(values)))
+            figure.update_xaxes(**perplexity_axis(x for trace in figure.data for x in trace.x))
         if key == "top1_agreement":
             figure.update_xaxes(tickformat=".0%")
         charts[label] = figure
@@ -52,16 +53,21 @@ def by_metric(runs: Mapping[str, Rows]) -> Charts:
 def by_position(runs: Mapping[str, Rows]) -> Charts:
     """The converted model of every run by position in the window of text."""
     charts = {}
+    places = {name: rows["converted"]["buckets"] for name, rows in runs.items()}
+    ends = sorted({place["to"] for buckets in places.values() for place in buckets})
     for key, label in METRICS.items() if runs else ():
         figure = empty_figure(
-            xaxis={"title": "position in the window of text"}, yaxis={"title": label}
-        )
-        for number, (name, rows) in enumerate(runs.items()):
-            places = sorted(rows["converted"]["buckets"], key=lambda place: place["from"])
-            look = line_of(name, *_look(number))
+            xaxis={"title": "position in the window of text, up to", "type": "log", "tickvals": ends,
+                   "ticktext": [short(end) for end in ends]},
+            yaxis={"title": label},
+        )  # fmt: skip
+        for turn, (name, buckets) in enumerate(places.items()):
+            look = _look(turn)
             figure.add_scatter(
-                **look, x=[span(place) for place in places], y=[place[key] for place in places],
-                error_y=error_bars(places, key, _look(number)[0]), hovertemplate="%{x}: %{y:.4g}",
+                **line_of(name, *look), x=[place["to"] for place in buckets],
+                y=[number(place[key]) for place in buckets],
+                error_y=error_bars(buckets, key, look[0]), text=[span(place) for place in buckets],
+                hovertemplate="%{text}: %{y:.4g}",
             )  # fmt: skip
         if key == "top1_agreement":
             figure.update_yaxes(tickformat=".0%")

@@ -103,11 +103,14 @@ def log_axis(title: str) -> dict[str, Any]:
     return {"title": title, "type": "log", "dtick": "D1", "tickformat": "~g"}
 
 
-def decade_ticks(low: float, high: float) -> dict[str, Any]:
-    """Ticks 1, 2, 5 of every decade between two positive numbers."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+def perplexity_axis(values: Iterable[Any]) -> dict[str, Any]:
+    """Logarithmic, with ticks at 1, 2 and 5 of every decade, where perplexities are far apart."""
+    known = [value for value in map(number, values) if value is not None]
+    if not known or max(known) < 4 * min(known):
+        return {}
+    powers = range(math.floor(math.log10(min(known))), math.ceil(math.log10(max(known))) + 1)
     ticks = [round(step * 10.0**power, 10) for power in powers for step in (1, 2, 5)]
-    return {"tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 
 
 def heatmap(

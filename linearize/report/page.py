@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
-from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from linearize import tables
@@ -56,8 +55,8 @@ def write_page(
     text = page.render(
         switches={name: list(group) for name, group in shown.items()},
         attention=attention is not None,
-        style=Markup(files("linearize.report").joinpath("page.css").read_text(encoding="utf-8")),
-        script=Markup(script),
+        style=files("linearize.report").joinpath("page.css").read_text(encoding="utf-8"),
+        script=script,
         policy=POLICY.format(scripts=f"{_hash(script)} {_hash(get_plotlyjs())}"),
         plotly=_plotly(),
         data=_packed(json.dumps(data)),
