@@ -41,7 +41,8 @@ def by_metric(runs: Mapping[str, Rows]) -> Charts:
                 error_x=error_bars(known.values(), key, _row_look(row)[0]),
                 hovertemplate="%{y}: %{x:.4g}",
             )  # fmt: skip
-        figure.update_yaxes(categoryorder="array", categoryarray=list(reversed(runs)))
+        order = {"categoryorder": "array", "categoryarray": list(reversed(runs))}
+        figure.update_yaxes(**order, range=[-0.5, len(runs) - 0.5])
         if key == "perplexity":
             figure.update_xaxes(**perplexity_axis(x for trace in figure.data for x in trace.x))
         if key == "top1_agreement":
@@ -57,10 +58,14 @@ def by_position(runs: Mapping[str, Rows]) -> Charts:
     ends = sorted({place["to"] for buckets in places.values() for place in buckets})
     for key, label in METRICS.items() if runs else ():
         figure = empty_figure(
-            xaxis={"title": "position in the window of text, up to", "type": "log", "tickvals": ends,
-                   "ticktext": [short(end) for end in ends]},
+            xaxis={
+                "title": "position in the window of text, up to",
+                "type": "log",
+                "tickvals": ends,
+                "ticktext": [short(end) for end in ends],
+            },
             yaxis={"title": label},
-        )  # fmt: skip
+        )
         for turn, (name, buckets) in enumerate(places.items()):
             look = _look(turn)
             figure.add_scatter(
@@ -80,9 +85,9 @@ def by_tokens(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> Charts:
     if not histories:
         return {}
     figure = empty_figure(xaxis=tokens_axis(), yaxis=log_axis("loss"))
-    for number, (name, history) in enumerate(histories.items()):
+    for turn, (name, history) in enumerate(histories.items()):
         figure.add_scatter(
-            **line_of(name, *_look(number)), x=[entry["tokens"] for entry in history],
+            **line_of(name, *_look(turn)), x=[entry["tokens"] for entry in history],
             y=[entry["loss"] for entry in history], hovertemplate="%{x:,} tokens: %{y:.4g}",
         )  # fmt: skip
     return {"loss": figure}
@@ -95,9 +100,9 @@ def by_layer(pictures: Mapping[str, Pictures]) -> Charts:
         is_share = "beyond" in key
         axis = {"title": label, "tickformat": ".0%"} if is_share else log_axis(label)
         figure = empty_figure(xaxis={"title": "layer"}, yaxis=axis)
-        for number, (name, one) in enumerate(pictures.items()):
+        for turn, (name, one) in enumerate(pictures.items()):
             figure.add_scatter(
-                **line_of(name, *_look(number)), x=one.layers,
+                **line_of(name, *_look(turn)), x=one.layers,
                 y=np.nanmean(one.measures[key], 1).tolist(),
                 hovertemplate="layer %{x}: %{y:.3g}",
             )  # fmt: skip
@@ -105,9 +110,9 @@ def by_layer(pictures: Mapping[str, Pictures]) -> Charts:
     return charts
 
 
-def _look(number: int) -> tuple[str, str, str]:
+def _look(turn: int) -> tuple[str, str, str]:
     """Colour, dash and marker of a run; they come again after nine runs."""
-    return SERIES[number % len(SERIES)]
+    return SERIES[turn % len(SERIES)]
 
 
 def _row_look(row: str) -> tuple[str, str, str]:
