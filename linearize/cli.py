@@ -271,6 +271,41 @@ def publish(
 
 
 @app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Run directory.")], as_json: AsJson = False
+) -> None:
+    """Writes report.html of a run again: curves, ablation, attention, samples, in one file.
+
+    [bold]Examples[/]
+
+    linearize report runs/quickstart
+    """
+    from linearize.stages import report
+
+    _show(report(run), lambda found: Text(found["report"]), as_json)
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, two or more.")],
+    page: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("compare.html"),
+    as_json: AsJson = False,
+) -> None:
+    """Puts several runs side by side: a table here, and charts in one HTML file.
+
+    [bold]Examples[/]
+
+    linearize compare runs/w16 runs/w32
+
+    linearize compare runs/w16 runs/w32 runs/w64 --page windows.html
+    """
+    from linearize import tables
+    from linearize.stages import compare
+
+    _show(compare(runs, page=page), tables.comparison, as_json)
+
+
+@app.command()
 def schema(
     as_json: Annotated[bool, typer.Option("--json", help="JSON schema, for editors.")] = False,
 ) -> None:

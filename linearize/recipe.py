@@ -309,12 +309,13 @@ class Recipe(Section):
             self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100
         )
 
+    def settings(self) -> dict[str, Any]:
+        """Every setting under its whole key, such as `convert.window`."""
+        return dict(_leaves(self.model_dump(mode="json")))
+
     def differences(self, other: "Recipe") -> list[str]:
         """Names the settings that differ in another recipe; `output` does not count."""
-        mine, theirs = (
-            dict(_leaves(self.model_dump(mode="json"))),
-            dict(_leaves(other.model_dump(mode="json"))),
-        )
+        mine, theirs = self.settings(), other.settings()
         keys = sorted((mine.keys() | theirs.keys()) - {"output"})
         return [
             f"{key}: {_show(theirs.get(key))} there, {_show(mine.get(key))} here"

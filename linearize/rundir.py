@@ -42,6 +42,7 @@ class RunDirectory:
         """
         self.path = Path(path)
         self.checkpoints, self.model = self.path / "checkpoints", self.path / "model"
+        self.attention = self.path / "attention"
         stored, self._results = self.path / "recipe.yaml", self.path / "results.json"
         remedy = "choose another folder or delete this one"
         if stored.exists():

@@ -1,9 +1,10 @@
 """A recipe, run: load, data, convert, transfer, evaluate, finetune, evaluate, save.
 
 A run directory holds `recipe.yaml` (every default written out), `results.json` (rewritten whole
-after each step), `checkpoints/` (what the stages resume from) and `model/` (the converted model and
-its tokenizer). The same call on the same directory goes on where the last one stopped: a finished
-stage hands back its weights, a finished measurement its numbers.
+after each step), `checkpoints/` (what the stages resume from), `attention/` (a few heads, to look
+at), `model/` (the converted model and its tokenizer) and, at the end, `report.html`. The same call
+on the same directory goes on where the last one stopped: a finished stage hands back its weights, a
+finished measurement its numbers.
 """
 
 import logging
@@ -17,13 +18,18 @@ from linearize import loading
 from linearize.conversion import convert
 from linearize.data import Splits, generate_data, load_data
 from linearize.evaluation.ablation import ablation
+from linearize.evaluation.fidelity import fidelity
 from linearize.evaluation.mass import linear_mass
 from linearize.evaluation.parity import parity
+from linearize.evaluation.pictures import picture_student, picture_teacher
 from linearize.evaluation.recall import recall
 from linearize.evaluation.rows import ROWS, Row
 from linearize.finetuning import finetune
 from linearize.modeling.attention import branches, teacher
 from linearize.recipe import HELD_OUT, SELF, Recipe, load_recipe
+from linearize.report.comparison import compare_runs
+from linearize.report.page import public
+from linearize.report.single import PAGE, write_report
 from linearize.rundir import RunDirectory, load_splits, save_splits
 from linearize.saved import read_evaluation_text, write
 from linearize.transfer import transfer_attention
@@ -86,7 +92,42 @@ def run(
         stage_2 = {"gradient_checkpointing": gradient_checkpointing, "teacher_cache": teacher_cache}
         job = _Job(recipe, directory, str(place), training, stage_2)
         job.run()
+    if not (directory.path / PAGE).exists():
+        try:
+            _report(directory.path, recipe)
+        except Exception as error:  # the run is complete; a page must not take it away
+            logger.warning(
+                "the report could not be written (%s: %s); `linearize report %s` tries again",
+                type(error).__name__, error, directory.path,
+            )  # fmt: skip
     return directory.results
+
+
+def report(folder: str | Path) -> dict[str, str]:
+    """{"report": the page of a run}, written again from what lies in its folder.
+
+    Raises:
+        FileNotFoundError: The folder is not that of a run.
+        ValueError: Its recipe is one of another version.
+    """
+    return {"report": str(_report(Path(folder), load_recipe(Path(folder, "recipe.yaml"))))}
+
+
+def compare(folders: Sequence[str | Path], *, page: str | Path = "compare.html") -> dict[str, Any]:
+    """Figures of several runs side by side, also written as a page; see `report.comparison`.
+
+    Raises:
+        FileNotFoundError: A folder is not that of a run.
+        ValueError: Fewer than two runs, or a recipe is one of another version.
+    """
+    recipes = [load_recipe(Path(folder, "recipe.yaml")) for folder in folders]
+    settings = [public(recipe.settings()) for recipe in recipes]
+    return compare_runs(folders, settings=settings, page=page)
+
+
+def _report(folder: Path, recipe: Recipe) -> Path:
+    shown = Recipe.model_validate(public(recipe.model_dump(mode="json")))
+    return write_report(folder, settings=shown.model_dump(mode="json"), recipe=shown.dump())
 
 
 class _Job:
@@ -124,10 +165,13 @@ class _Job:
         student = self._transfer(self._convert(base))
         first = "ablation" if recipe.finetune is None else "ablation_after_transfer"
         self._measure(first, student, tokenizer)
+        directory.once("fidelity", lambda: self._fidelity(student, tokenizer))
         if recipe.finetune is not None:
             student = self._finetune(student, "finetune")
             self._measure_again(student, tokenizer)
         self._certify(student, tokenizer)
+        if directory.results["fidelity"]:
+            picture_student(student, directory.attention)
         directory.once("converted_texts", lambda: self._texts(student, tokenizer))
         loading.save(student, tokenizer, directory.model)
         return tokenizer
@@ -226,6 +270,20 @@ class _Job:
             return
         logger.info("evaluation: %s", name.replace("_", " "))
         self.directory.once(name, lambda: self._ablation(student, tokenizer))
+
+    def _fidelity(self, student: Any, tokenizer: Any) -> dict[str, float] | None:
+        """Means over heads; what the report shows of each head goes into `attention/`."""
+        text = self.text or (self.splits.held_out.documents() if self.splits else ())
+        if not text:
+            return None
+        logger.info("evaluation: fidelity of every head")
+        length = (self.recipe.evaluate or self.recipe.data).length
+        found = fidelity(student, tokenizer, text, length=length)
+        if not found:
+            return None
+        folder = self.directory.attention
+        picture_teacher(student, tokenizer, text, found, folder, max_length=length)
+        return {name: float(values.nanmean()) for name, values in found.items()}
 
     def _measure_again(self, student: Any, tokenizer: Any) -> None:
         """The table after stage 2; what does not depend on the student is taken from stage 1."""

@@ -101,7 +101,8 @@ def results(found: Mapping[str, Any]) -> RenderableType:
         Text(_cost(stage, found[stage])) for stage in ("transfer", "finetune") if stage in found
     ]
     if "seconds" in found:
-        parts.append(Text(f"{found['seconds']:.0f} s in all. Everything is in {found['output']}"))
+        where = f"Everything is in {found['output']}; report.html shows it"
+        parts.append(Text(f"{found['seconds']:.0f} s in all. {where}"))
     return Group(*parts)
 
 
@@ -118,6 +119,33 @@ def ablation(rows: Mapping[str, Mapping[str, Any]]) -> Table:
             f"{100 * row['top1_agreement']:.1f} %",
         )
     return table
+
+
+def comparison(found: Mapping[str, Any]) -> RenderableType:
+    """Runs side by side, and the settings in which they differ."""
+    runs = _table("run", "teacher", "converted", "+-", "floor", "gap", "KL", "state")
+    settings = Table("setting", *found["runs"], box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    settings.columns[0].no_wrap = True
+    for name, run in found["runs"].items():
+        teacher, converted, floor = (
+            run[row] or {} for row in ("teacher", "converted", "swa_sinks")
+        )
+        runs.add_row(
+            Text(name),
+            _fixed(teacher.get("perplexity"), 3),
+            _fixed(converted.get("perplexity"), 3),
+            _fixed(converted.get("perplexity_se"), 3),
+            _fixed(floor.get("perplexity"), 3),
+            "-" if run["closed"] is None else f"{100 * run['closed']:.0f} %",
+            _fixed(converted.get("kl_to_teacher"), 4),
+            "-" if run["state_bytes"] is None else size(run["state_bytes"]),
+        )
+    for key, values in found["settings"].items():
+        settings.add_row(key, *(Text("-" if value is None else str(value)) for value in values))
+    parts: list[RenderableType] = [runs]
+    if not found["comparable"]:
+        parts.append(Text("these runs did not score the same tokens the same way", style="bold"))
+    return Group(*parts, Text(), settings, Text(), Text(f"Charts: {found['page']}"))
 
 
 def verdict(rows: Mapping[str, Mapping[str, Any]]) -> str | None:

@@ -1,0 +1,1 @@
+"""A run, or several side by side, as one HTML page that needs nothing else."""
