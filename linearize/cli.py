@@ -16,7 +16,6 @@ from rich.text import Text
 app = typer.Typer(
     name="linearize",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -59,6 +58,7 @@ def inspect(
 
     linearize inspect ./my-model --layers every:2 --feature-map taylor --json
     """
+    _prepare()
     from linearize import tables
     from linearize.inspection import LENGTHS, inspect
 
@@ -97,6 +97,7 @@ def run(
     from linearize.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])  # its faults show before anything heavy loads
+    _prepare()
     from linearize import tables
     from linearize.stages import run
 
@@ -139,6 +140,7 @@ def evaluate(
 
     linearize evaluate runs/quickstart/model --efficiency
     """
+    _prepare()
     from linearize import tables
     from linearize.saved import evaluate
 
@@ -170,6 +172,7 @@ def generate(
 
     linearize generate runs/quickstart/model "The king said" --temperature 0.8
     """
+    _prepare()
     from linearize.saved import generate
 
     result = generate(
@@ -202,11 +205,6 @@ def main(arguments: list[str] | None = None) -> None:
 
     LINEARIZE_DEBUG=1 shows the traceback.
     """
-    import torch
-    from transformers.utils import logging as transformers_logging
-
-    torch.set_flush_denormal(True)  # sharp feature maps underflow, and a CPU is slow at that
-    transformers_logging.disable_progress_bar()  # of shards; ours and those of downloads stay
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("linearize").setLevel(logging.INFO)
     with warnings.catch_warnings():
@@ -218,6 +216,17 @@ def main(arguments: list[str] | None = None) -> None:
                 raise
             _to_stderr(f"error: {error}\n(LINEARIZE_DEBUG=1 shows where this comes from)")
             raise SystemExit(2) from None
+
+
+def _prepare() -> None:
+    """Settings of torch and transformers, made when a command runs: help and completion need
+    neither, and both take seconds to import.
+    """
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    torch.set_flush_denormal(True)  # sharp feature maps underflow, and a CPU is slow at that
+    transformers_logging.disable_progress_bar()  # of shards; ours and those of downloads stay
 
 
 def _print_warning(
