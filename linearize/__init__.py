@@ -18,9 +18,10 @@ def _is_the_command() -> bool:
 
 
 if TYPE_CHECKING or not _is_the_command():
-    from linearize.conversion import convert
-    from linearize.modeling.attention import branches, teacher
-    from linearize.modeling.feature_maps import FEATURE_MAPS
+    from linearize.conversion import convert as convert
+    from linearize.modeling.attention import branches as branches
+    from linearize.modeling.attention import teacher as teacher
+    from linearize.modeling.feature_maps import FEATURE_MAPS as FEATURE_MAPS
 
 _LAZY = {  # loaded on first use: they need torch, peft, datasets or pydantic
     "FEATURE_MAPS": "linearize.modeling.feature_maps",
