@@ -26,6 +26,7 @@ app = typer.Typer(
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps; auto: the best there is.")]
 DType = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+GradientCheckpointing = Annotated[bool, typer.Option(help="Stage 2: less memory, more time.")]
 Length = Annotated[int, typer.Option(help="Tokens per window of text.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Score only the first tokens.")]
 Model = Annotated[str, typer.Argument(help="Folder, hub name, or 'tiny-english' (embedded).")]
@@ -35,7 +36,12 @@ TrustRemoteCode = Annotated[bool, typer.Option(help="Run Python code that comes 
 
 @app.command()
 def inspect(
-    model: Model,
+    model: Annotated[
+        str, typer.Argument(help="Folder, hub name, 'tiny-english' (embedded), or a recipe.yaml.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value, on top of a recipe.")
+    ] = None,
     layers: Annotated[str, typer.Option(help="all, every:2, or a list such as 0,3,5.")] = "all",
     window: Annotated[int, typer.Option(help="Keys read exactly.")] = 64,
     sinks: Annotated[int, typer.Option(help="First tokens that stay exact.")] = 4,
@@ -45,10 +51,14 @@ def inspect(
     k_map: Annotated[str, typer.Option(help="kv_head or q_head.")] = "kv_head",
     length: Annotated[list[int] | None, typer.Option(help="Context to list; repeat it.")] = None,
     dtype: DType = "auto",
+    gradient_checkpointing: GradientCheckpointing = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Shows what would be converted: geometry, new parameters, memory, FLOPs. Loads no weights.
+
+    Of a recipe, also the memory and FLOPs of its training; the recipe then says what the options
+    say otherwise, save --gradient-checkpointing.
 
     [bold]Examples[/]
 
@@ -57,16 +67,30 @@ def inspect(
     linearize inspect meta-llama/Llama-3.1-8B --window 128 --length 8192 --length 131072
 
     linearize inspect ./my-model --layers every:2 --feature-map taylor --json
-    """
-    _prepare()
-    from linearize import tables
-    from linearize.inspection import LENGTHS, inspect
 
-    report = inspect(
-        model, layers=_layers(layers), window=window, sinks=sinks, feature_map=feature_map,
-        feature_dim=feature_dim, mixing=mixing, k_map=k_map, lengths=tuple(length or LENGTHS),
-        dtype=dtype, trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    linearize inspect recipes/quickstart.yaml convert.window=32
+    """
+    if Path(model).suffix in (".yaml", ".yml"):
+        from linearize.recipe import load_recipe
+
+        recipe = load_recipe(model, overrides or [])
+        _prepare()
+        from linearize.stages import preview
+
+        report = preview(recipe, gradient_checkpointing=gradient_checkpointing)
+    elif overrides:
+        raise ValueError(f"{overrides[0]}: key=value belongs to a recipe; use options for a model")
+    else:
+        _prepare()
+        from linearize.inspection import LENGTHS, inspect
+
+        report = inspect(
+            model, layers=_layers(layers), window=window, sinks=sinks, feature_map=feature_map,
+            feature_dim=feature_dim, mixing=mixing, k_map=k_map, lengths=tuple(length or LENGTHS),
+            dtype=dtype, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+    from linearize import tables
+
     _show(report, tables.inspection, as_json)
 
 
@@ -78,9 +102,7 @@ def run(
     device: Device = "auto",
     resume: Annotated[bool, typer.Option(help="Go on with what the run directory holds.")] = True,
     save_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
-    gradient_checkpointing: Annotated[
-        bool, typer.Option(help="Stage 2: less memory, more time.")
-    ] = False,
+    gradient_checkpointing: GradientCheckpointing = False,
     progress: Progress = True,
     as_json: AsJson = False,
 ) -> None:

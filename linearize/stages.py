@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from linearize import loading
+from linearize import budget, loading
 from linearize.conversion import convert
 from linearize.data import Splits, generate_data, load_data
 from linearize.evaluation.ablation import ROWS, Row, ablation
 from linearize.finetuning import finetune
+from linearize.inspection import build_empty, inspect
 from linearize.modeling.attention import branches, teacher
 from linearize.recipe import HELD_OUT, SELF, Recipe, load_recipe
 from linearize.rundir import RunDirectory, load_splits, save_splits
@@ -73,6 +74,29 @@ def run(
         job = _Job(recipe, directory, str(place), training, gradient_checkpointing)
         job.run()
     return directory.results
+
+
+def preview(recipe: Recipe | str | Path, *, gradient_checkpointing: bool = False) -> dict[str, Any]:
+    """What `run` would convert and what its stages need: `inspect`, and "training" as in `budget`.
+
+    No weights are loaded, and no data is read.
+    """
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(recipe)
+    source, section = recipe.model, recipe.convert.model_dump()
+    where = {"revision": source.revision, "trust_remote_code": source.trust_remote_code}
+    report = inspect(source.path, **section, dtype=source.dtype, **where)
+    model = build_empty(source.path, **where).to(loading.DTYPES[report["model"]["dtype"]])
+    report["training"] = budget.training(
+        model,
+        section,
+        report["layers"],
+        length=recipe.data.length,
+        transfer=recipe.transfer and recipe.transfer.model_dump(),
+        finetune=recipe.finetune and recipe.finetune.model_dump(),
+        gradient_checkpointing=gradient_checkpointing,
+    )
+    return report
 
 
 class _Job:

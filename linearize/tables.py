@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-UNITS = ("", "k", "M", "G", "T", "P")
+UNITS = ("", "k", "M", "G", "T", "P", "E", "Z")
 BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 ROW_NAMES = {
     "control": "control (window covers all)",
@@ -37,7 +37,10 @@ def inspection(report: Mapping[str, Any]) -> RenderableType:
             cells += ["softmax"]
             notes.append(Text(f"layer {name} stays: {row['reason']}"))
         layers.add_row(*cells)
-    return Group(_headline(report), Text(), layers, *notes, Text(), _by_length(report["lengths"]))
+    parts = [_headline(report), Text(), layers, *notes, Text(), _by_length(report["lengths"])]
+    if "training" in report:
+        parts += [Text(), _training(report["training"])]
+    return Group(*parts)
 
 
 def _headline(report: Mapping[str, Any]) -> Text:
@@ -67,6 +70,22 @@ def _by_length(rows: Iterable[Mapping[str, Any]]) -> Table:
             number(row["linearized_flops"]),
             _ratio(row["softmax_flops"], row["linearized_flops"]),
         )
+    return table
+
+
+def _training(found: Mapping[str, Any]) -> Table:
+    """Memory and operations of the stages, one column each."""
+    stages = {name: found[name] for name in ("transfer", "finetune") if name in found}
+    table = _table(f"training, rows of {found['length']:,} tokens", *stages)
+    parts = dict.fromkeys(part for stage in stages.values() for part in stage["memory_bytes"])
+    for part in parts:
+        held = (stage["memory_bytes"].get(part) for stage in stages.values())
+        table.add_row(part, *("-" if value is None else size(value) for value in held))
+    table.add_row("memory in all", *(size(stage["total_bytes"]) for stage in stages.values()))
+    for name in ("flops_per_token", "tokens", "flops"):
+        values = (stage[name] for stage in stages.values())
+        label = name.replace("flops", "FLOPs").replace("_", " ")
+        table.add_row(label, *("-" if value is None else number(value) for value in values))
     return table
 
 

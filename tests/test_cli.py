@@ -147,6 +147,18 @@ def test_inspect_shows_geometry_memory_and_break_even(call, wide, base):
     assert "0-1" in out and "1,000" in out and "2,000" in out
 
 
+def test_inspect_of_a_recipe_shows_what_training_needs(call, wide, recipe):
+    arguments = ("inspect", recipe, "finetune.max_tokens=640", "--gradient-checkpointing")
+    code, out, err = call(*arguments)
+    assert (code, err) == (0, "")
+    assert "training, rows of 32 tokens" in out and "memory in all" in out
+    code, found, _ = call(*arguments, "--json")
+    report = json.loads(found)
+    assert code == 0 and report["convert"]["window"] == 4
+    assert report["training"]["transfer"]["tokens"] == 2 * 2 * 32
+    assert report["training"]["finetune"]["tokens"] == 640
+
+
 @pytest.mark.parametrize(
     ("layers", "converted"), [("all", [0, 1]), ("every:2", [0]), ("1", [1]), ("0,1", [0, 1])]
 )
@@ -218,6 +230,7 @@ def test_a_typo_in_a_recipe_exits_2_before_anything_loads(call, recipe, monkeypa
     [
         (("run", "nowhere.yaml"), "recipe nowhere.yaml does not exist"),
         (("inspect", "./nowhere"), "model ./nowhere: no such folder"),
+        (("inspect", "tiny-english", "seed=1"), "seed=1: key=value belongs to a recipe"),
         (("evaluate", "./nowhere"), "nothing to measure; name a text"),
         (("generate", "tiny-englsh", "a"), "did you mean tiny-english?"),
         (("generate", "./nowhere", "a", "--dtype", "int8"), "model.dtype: 'int8' is not known"),
