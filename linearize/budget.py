@@ -8,7 +8,7 @@ counts the operations of matrix products. Attention that stays softmax is left o
 by formula, its causal half. Nothing here is measured on a device.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -222,7 +222,7 @@ def _softmax_width(item: Mapping[str, Any]) -> int:
 
 # --------------------------------------------------------------------------------------- counting
 @contextmanager
-def _kept(model: nn.Module) -> Iterator[Callable[[], int]]:
+def _kept(model: nn.Module) -> Generator[Callable[[], int]]:
     """Gives a function that says how many bytes autograd has kept inside, parameters left out."""
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
     storages: dict[int, Any] = {}
@@ -238,7 +238,7 @@ def _kept(model: nn.Module) -> Iterator[Callable[[], int]]:
 
 
 @contextmanager
-def _no_attention(model: Any) -> Iterator[None]:
+def _no_attention(model: Any) -> Generator[None]:
     """Every attention gives zeros for its values, and no mask is made."""
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any):

@@ -92,8 +92,8 @@ def preview(recipe: Recipe | str | Path, *, gradient_checkpointing: bool = False
         section,
         report["layers"],
         length=recipe.data.length,
-        transfer=recipe.transfer and recipe.transfer.model_dump(),
-        finetune=recipe.finetune and recipe.finetune.model_dump(),
+        transfer=None if recipe.transfer is None else recipe.transfer.model_dump(),
+        finetune=None if recipe.finetune is None else recipe.finetune.model_dump(),
         gradient_checkpointing=gradient_checkpointing,
     )
     return report
