@@ -5,15 +5,29 @@ transformers, so that linearized checkpoints load without a trust flag.
 """
 
 import importlib
-
-from linearize.conversion import convert
-from linearize.modeling.attention import branches, teacher
-from linearize.modeling.feature_maps import FEATURE_MAPS
-from linearize.modeling.modeling_linearized import register as _register
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-_LAZY = {  # loaded on first use: they need peft, datasets or pydantic
+
+def _is_the_command() -> bool:
+    """Whether this process is the command `linearize`, whose help and completion need no torch."""
+    return Path(*sys.argv[:1]).stem == __name__ or sys.orig_argv[1:3] == ["-m", __name__]
+
+
+if TYPE_CHECKING or not _is_the_command():
+    from linearize.conversion import convert as convert
+    from linearize.modeling.attention import branches as branches
+    from linearize.modeling.attention import teacher as teacher
+    from linearize.modeling.feature_maps import FEATURE_MAPS as FEATURE_MAPS
+
+_LAZY = {  # loaded on first use: they need torch, peft, datasets or pydantic
+    "FEATURE_MAPS": "linearize.modeling.feature_maps",
+    "branches": "linearize.modeling.attention",
+    "convert": "linearize.conversion",
+    "teacher": "linearize.modeling.attention",
     "evaluate": "linearize.saved",
     "finetune": "linearize.finetuning",
     "inspect": "linearize.inspection",
@@ -23,9 +37,7 @@ _LAZY = {  # loaded on first use: they need peft, datasets or pydantic
     "save_adapter": "linearize.checkpoint",
     "transfer_attention": "linearize.transfer",
 }
-__all__ = ["FEATURE_MAPS", "branches", "convert", "teacher", *_LAZY]
-
-_register()
+__all__ = list(_LAZY)
 
 
 def __getattr__(name):

@@ -16,7 +16,6 @@ from rich.text import Text
 app = typer.Typer(
     name="linearize",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -27,6 +26,7 @@ app = typer.Typer(
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps; auto: the best there is.")]
 DType = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+GradientCheckpointing = Annotated[bool, typer.Option(help="Stage 2: less memory, more time.")]
 Length = Annotated[int, typer.Option(help="Tokens per window of text.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Score only the first tokens.")]
 Model = Annotated[str, typer.Argument(help="Folder, hub name, or 'tiny-english' (embedded).")]
@@ -36,7 +36,12 @@ TrustRemoteCode = Annotated[bool, typer.Option(help="Run Python code that comes 
 
 @app.command()
 def inspect(
-    model: Model,
+    model: Annotated[
+        str, typer.Argument(help="Folder, hub name, 'tiny-english' (embedded), or a recipe.yaml.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value, on top of a recipe.")
+    ] = None,
     layers: Annotated[str, typer.Option(help="all, every:2, or a list such as 0,3,5.")] = "all",
     softmax_heads: Annotated[
         list[str] | None, typer.Option(help="Heads that stay, such as 17:0,2; repeat it.")
@@ -49,10 +54,14 @@ def inspect(
     k_map: Annotated[str, typer.Option(help="kv_head or q_head.")] = "kv_head",
     length: Annotated[list[int] | None, typer.Option(help="Context to list; repeat it.")] = None,
     dtype: DType = "auto",
+    gradient_checkpointing: GradientCheckpointing = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Shows what would be converted: geometry, new parameters, memory, FLOPs. Loads no weights.
+
+    Of a recipe, also the memory and FLOPs of its training; the recipe then says what the options
+    say otherwise, save --gradient-checkpointing.
 
     [bold]Examples[/]
 
@@ -61,16 +70,30 @@ def inspect(
     linearize inspect meta-llama/Llama-3.1-8B --window 128 --length 8192 --length 131072
 
     linearize inspect ./my-model --layers every:2 --feature-map taylor --json
-    """
-    from linearize import tables
-    from linearize.inspection import LENGTHS, inspect
 
-    report = inspect(
-        model, layers=_layers(layers), softmax_heads=_heads(softmax_heads or ()), window=window,
-        sinks=sinks, feature_map=feature_map, feature_dim=feature_dim, mixing=mixing,
-        k_map=k_map, lengths=tuple(length or LENGTHS),
-        dtype=dtype, trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    linearize inspect recipes/quickstart.yaml convert.window=32
+    """
+    if Path(model).suffix in (".yaml", ".yml"):
+        from linearize.recipe import load_recipe
+
+        recipe = load_recipe(model, overrides or [])
+        _prepare()
+        from linearize.stages import preview
+
+        report = preview(recipe, gradient_checkpointing=gradient_checkpointing)
+    elif overrides:
+        raise ValueError(f"{overrides[0]}: key=value belongs to a recipe; use options for a model")
+    else:
+        _prepare()
+        from linearize.inspection import LENGTHS, inspect
+
+        report = inspect(
+            model, layers=_layers(layers), softmax_heads=_heads(softmax_heads or ()), window=window,
+            sinks=sinks, feature_map=feature_map, feature_dim=feature_dim, mixing=mixing,
+            k_map=k_map, lengths=tuple(length or LENGTHS), dtype=dtype, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+    from linearize import tables
+
     _show(report, tables.inspection, as_json)
 
 
@@ -82,9 +105,7 @@ def run(
     device: Device = "auto",
     resume: Annotated[bool, typer.Option(help="Go on with what the run directory holds.")] = True,
     save_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
-    gradient_checkpointing: Annotated[
-        bool, typer.Option(help="Stage 2: less memory, more time.")
-    ] = False,
+    gradient_checkpointing: GradientCheckpointing = False,
     teacher_cache: Annotated[
         Path | None,
         typer.Option(help="Folder that keeps the teacher's logits of stage 2 (finetune.top_k)."),
@@ -105,6 +126,7 @@ def run(
     from linearize.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])  # its faults show before anything heavy loads
+    _prepare()
     from linearize import tables
     from linearize.stages import run
 
@@ -165,6 +187,7 @@ def evaluate(
 
     linearize evaluate runs/quickstart/model --efficiency
     """
+    _prepare()
     from linearize import tables
     from linearize.saved import evaluate
 
@@ -197,6 +220,7 @@ def generate(
 
     linearize generate runs/quickstart/model "The king said" --temperature 0.8
     """
+    _prepare()
     from linearize.saved import generate
 
     result = generate(
@@ -259,6 +283,7 @@ def publish(
 
     linearize publish runs/my --repo-id me/my-adapter --adapter-only
     """
+    _prepare()
     from linearize import tables
     from linearize.publishing import publish
 
@@ -280,6 +305,7 @@ def report(
 
     linearize report runs/quickstart
     """
+    _prepare()
     from linearize.stages import report
 
     _show(report(run), lambda found: Text(found["report"]), as_json)
@@ -299,6 +325,7 @@ def compare(
 
     linearize compare runs/w16 runs/w32 runs/w64 --page windows.html
     """
+    _prepare()
     from linearize import tables
     from linearize.stages import compare
 
@@ -328,11 +355,6 @@ def main(arguments: list[str] | None = None) -> None:
 
     LINEARIZE_DEBUG=1 shows the traceback.
     """
-    import torch
-    from transformers.utils import logging as transformers_logging
-
-    torch.set_flush_denormal(True)  # sharp feature maps underflow, and a CPU is slow at that
-    transformers_logging.disable_progress_bar()  # of shards; ours and those of downloads stay
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("linearize").setLevel(logging.INFO)
     with warnings.catch_warnings():
@@ -344,6 +366,17 @@ def main(arguments: list[str] | None = None) -> None:
                 raise
             _to_stderr(f"error: {error}\n(LINEARIZE_DEBUG=1 shows where this comes from)")
             raise SystemExit(2) from None
+
+
+def _prepare() -> None:
+    """Settings of torch and transformers, made when a command runs: help and completion need
+    neither, and both take seconds to import.
+    """
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    torch.set_flush_denormal(True)  # sharp feature maps underflow, and a CPU is slow at that
+    transformers_logging.disable_progress_bar()  # of shards; ours and those of downloads stay
 
 
 def _print_warning(

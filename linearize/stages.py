@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from linearize import loading
+from linearize import budget, loading
 from linearize.conversion import convert
 from linearize.data import Splits, generate_data, load_data
 from linearize.evaluation.ablation import ablation
@@ -25,6 +25,7 @@ from linearize.evaluation.pictures import picture_student, picture_teacher
 from linearize.evaluation.recall import recall
 from linearize.evaluation.rows import ROWS, Row
 from linearize.finetuning import finetune
+from linearize.inspection import build_empty, inspect
 from linearize.modeling.attention import branches, teacher
 from linearize.recipe import HELD_OUT, SELF, Recipe, load_recipe
 from linearize.report.comparison import compare_runs
@@ -128,6 +129,29 @@ def compare(folders: Sequence[str | Path], *, page: str | Path = "compare.html")
 def _report(folder: Path, recipe: Recipe) -> Path:
     shown = Recipe.model_validate(public(recipe.model_dump(mode="json")))
     return write_report(folder, settings=shown.model_dump(mode="json"), recipe=shown.dump())
+
+
+def preview(recipe: Recipe | str | Path, *, gradient_checkpointing: bool = False) -> dict[str, Any]:
+    """What `run` would convert and what its stages need: `inspect`, and "training" as in `budget`.
+
+    No weights are loaded, and no data is read.
+    """
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(recipe)
+    source, section = recipe.model, recipe.convert.model_dump()
+    where = {"revision": source.revision, "trust_remote_code": source.trust_remote_code}
+    report = inspect(source.path, **section, dtype=source.dtype, **where)
+    model = build_empty(source.path, **where).to(loading.DTYPES[report["model"]["dtype"]])
+    report["training"] = budget.training(
+        model,
+        section,
+        report["layers"],
+        length=recipe.data.length,
+        transfer=None if recipe.transfer is None else recipe.transfer.model_dump(),
+        finetune=None if recipe.finetune is None else recipe.finetune.model_dump(),
+        gradient_checkpointing=gradient_checkpointing,
+    )
+    return report
 
 
 class _Job:

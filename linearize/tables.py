@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-UNITS = ("", "k", "M", "G", "T", "P")
+UNITS = ("", "k", "M", "G", "T", "P", "E", "Z")
 BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 ROW_NAMES = {
     "control": "control (window covers all)",
@@ -41,7 +41,10 @@ def inspection(report: Mapping[str, Any]) -> RenderableType:
             cells += ["softmax"]
             notes.append(Text(f"layer {name} stays: {row['reason']}"))
         layers.add_row(*cells)
-    return Group(_headline(report), Text(), layers, *notes, Text(), _by_length(report["lengths"]))
+    parts = [_headline(report), Text(), layers, *notes, Text(), _by_length(report["lengths"])]
+    if "training" in report:
+        parts += [Text(), _training(report["training"])]
+    return Group(*parts)
 
 
 def _headline(report: Mapping[str, Any]) -> Text:
@@ -71,6 +74,22 @@ def _by_length(rows: Iterable[Mapping[str, Any]]) -> Table:
             number(row["linearized_flops"]),
             _ratio(row["softmax_flops"], row["linearized_flops"]),
         )
+    return table
+
+
+def _training(found: Mapping[str, Any]) -> Table:
+    """Memory and operations of the stages, one column each."""
+    stages = {name: found[name] for name in ("transfer", "finetune") if name in found}
+    table = _table(f"training, rows of {found['length']:,} tokens", *stages)
+    parts = dict.fromkeys(part for stage in stages.values() for part in stage["memory_bytes"])
+    for part in parts:
+        held = (stage["memory_bytes"].get(part) for stage in stages.values())
+        table.add_row(part, *("-" if value is None else size(value) for value in held))
+    table.add_row("memory in all", *(size(stage["total_bytes"]) for stage in stages.values()))
+    for name in ("flops_per_token", "tokens", "flops"):
+        values = (stage[name] for stage in stages.values())
+        label = name.replace("flops", "FLOPs").replace("_", " ")
+        table.add_row(label, *("-" if value is None else number(value) for value in values))
     return table
 
 
@@ -132,12 +151,12 @@ def comparison(found: Mapping[str, Any]) -> RenderableType:
         )
         runs.add_row(
             Text(name),
-            _fixed(teacher.get("perplexity"), 3),
-            _fixed(converted.get("perplexity"), 3),
-            _fixed(converted.get("perplexity_se"), 3),
-            _fixed(floor.get("perplexity"), 3),
+            fixed(teacher.get("perplexity"), 3),
+            fixed(converted.get("perplexity"), 3),
+            fixed(converted.get("perplexity_se"), 3),
+            fixed(floor.get("perplexity"), 3),
             "-" if run["closed"] is None else f"{100 * run['closed']:.0f} %",
-            _fixed(converted.get("kl_to_teacher"), 4),
+            fixed(converted.get("kl_to_teacher"), 4),
             "-" if run["state_bytes"] is None else size(run["state_bytes"]),
         )
     for key, values in found["settings"].items():

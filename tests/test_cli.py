@@ -1,17 +1,28 @@
 """The command line: help that teaches, JSON everywhere, and no traceback for a user's mistake."""
 
 import json
+import os
 import subprocess
 import sys
 import warnings
 
 import pytest
+import typer
 from conftest import ROOT, tiny_linearized
 from tinytext import save_base, save_corpus, tiny_tokenizer
 
 from linearize import cli
 
-COMMANDS = ("inspect", "run", "evaluate", "generate", "publish", "schema")
+COMMANDS = tuple(typer.main.get_command(cli.app).commands)
+AS_COMMAND = """
+import sys
+sys.argv[0] = "linearize"
+from linearize.cli import main
+try:
+    main()
+finally:
+    print(*sorted({"torch", "transformers"} & set(sys.modules)), file=sys.stderr)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +98,65 @@ def test_python_m_linearize_is_the_same_command_line():
     assert json.loads(done.stdout)["title"] == "linearize recipe"
 
 
+def as_command(*arguments, **environment):
+    """Runs the command in a process of its own; returns what ended and the heavy packages it had
+    imported.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", AS_COMMAND, *map(str, arguments)],
+        capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, **environment},
+    )  # fmt: skip
+    *messages, heavy = done.stderr.splitlines()
+    return done.returncode, done.stdout, "\n".join(messages), heavy.split()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (("--help",), 0, "recipes/quickstart.yaml"),
+        (("run", "--help"), 0, "Examples"),
+        (("schema",), 0, "convert.feature_map"),
+        (("run", "nowhere.yaml"), 2, "recipe nowhere.yaml does not exist"),
+    ],
+    ids=lambda item: " ".join(item) if isinstance(item, tuple) else "",
+)
+def test_what_needs_no_model_does_not_wait_for_torch(arguments, code, text):
+    ended, out, messages, heavy = as_command(*arguments, COLUMNS="200")
+    assert (ended, heavy) == (code, [])
+    assert text in out + messages
+
+
+def test_completion_knows_the_commands_and_does_not_wait_for_torch():
+    wanted = {"COMP_WORDS": "linearize ", "COMP_CWORD": "1"}
+    code, out, _, heavy = as_command(_LINEARIZE_COMPLETE="complete_bash", **wanted)
+    assert (code, heavy) == (0, [])
+    assert out.split() == list(COMMANDS)
+
+
+def test_the_command_knows_converted_models(converted):
+    arguments = ("w1 w2", "--max-new-tokens", 3, "--device", "cpu")
+    code, out, _, heavy = as_command("generate", converted, *arguments)
+    assert (code, heavy) == (0, ["torch", "transformers"])
+    assert out.startswith("w1 w2")
+
+
 def test_inspect_shows_geometry_memory_and_break_even(call, wide, base):
     code, out, err = call("inspect", base, "--window", 4, "--length", 1000, "--length", 2000)
     assert (code, err) == (0, "")
     assert "2 layers convert" in out and "smaller from" in out
     assert "0-1" in out and "1,000" in out and "2,000" in out
+
+
+def test_inspect_of_a_recipe_shows_what_training_needs(call, wide, recipe):
+    arguments = ("inspect", recipe, "finetune.max_tokens=640", "--gradient-checkpointing")
+    code, out, err = call(*arguments)
+    assert (code, err) == (0, "")
+    assert "training, rows of 32 tokens" in out and "memory in all" in out
+    code, found, _ = call(*arguments, "--json")
+    report = json.loads(found)
+    assert code == 0 and report["convert"]["window"] == 4
+    assert report["training"]["transfer"]["tokens"] == 2 * 2 * 32
+    assert report["training"]["finetune"]["tokens"] == 640
 
 
 @pytest.mark.parametrize(
@@ -205,6 +270,7 @@ def test_a_typo_in_a_recipe_exits_2_before_anything_loads(call, recipe, monkeypa
         (("inspect", "./nowhere"), "model ./nowhere: no such folder"),
         (("publish", "./nowhere"), "publish: nowhere is no folder"),
         (("publish", "./nowhere", "--repo-id", "x"), "--repo-id: 'x' has no owner"),
+        (("inspect", "tiny-english", "seed=1"), "seed=1: key=value belongs to a recipe"),
         (("evaluate", "./nowhere"), "nothing to measure; name a text"),
         (("generate", "tiny-englsh", "a"), "did you mean tiny-english?"),
         (("generate", "./nowhere", "a", "--dtype", "int8"), "model.dtype: 'int8' is not known"),

@@ -164,10 +164,11 @@ class LinearizedHeads(nn.Module):
         Returns:
             [B, H, T, Dv], or ops.Rows if queries are given: without `weights` only its `out`.
         """
-        if torch.is_autocast_enabled(q.device.type):  # scores, normaliser and state stay fp32
+        kind = q.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # scores and state stay fp32
             given = dict(valid=valid, documents=documents, cache_layer=cache_layer)
             given |= dict(queries=queries, weights=weights)
-            with torch.autocast(q.device.type, enabled=False):
+            with torch.autocast(kind, enabled=False):
                 return self.forward(q, k, v, **given, **operator)
         op = self.operator(**operator)
         if queries is not None and (weights or valid is not None):
