@@ -22,6 +22,7 @@ from linearize.modeling.attention import branches, teacher
 from linearize.recipe import HELD_OUT, SELF, Recipe, load_recipe
 from linearize.rundir import RunDirectory, load_splits, save_splits
 from linearize.saved import read_evaluation_text, write
+from linearize.tracking import trackers
 from linearize.transfer import transfer_attention
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ def run(
     save_steps: int | None = SAVE_STEPS,
     gradient_checkpointing: bool = False,
     progress: bool = True,
+    report_to: str | Sequence[str] = (),
 ) -> dict[str, Any]:
     """Results of a recipe, as in `results.json`; the model lies in `model/` of the run directory.
 
@@ -54,6 +56,7 @@ def run(
         save_steps: Optimiser steps between checkpoints; None: only at the end of a stage.
         gradient_checkpointing: Stage 2 in less memory and more time.
         progress: Show progress bars.
+        report_to: Experiment trackers, by the names of TrainingArguments, such as "wandb".
 
     Raises:
         ValueError: The recipe does not fit the model or data, or the directory holds another run.
@@ -62,6 +65,7 @@ def run(
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe)
     place = loading.choose_device(device)
+    trackers(report_to)  # one that is missing should not cost an hour
     directory = RunDirectory(
         output_dir or recipe.output,
         recipe.dump(),
@@ -69,7 +73,9 @@ def run(
         resume=resume,
     )
     if "finished" not in directory.results:
-        training = {"save_steps": save_steps, "progress": progress, "seed": recipe.seed}
+        training = dict(
+            save_steps=save_steps, progress=progress, seed=recipe.seed, report_to=report_to
+        )
         job = _Job(recipe, directory, str(place), training, gradient_checkpointing)
         job.run()
     return directory.results
