@@ -106,6 +106,12 @@ def load_adapter(path: str | Path, config: PreTrainedConfig, **kwargs: Any) -> n
     delta = section.delta
     where = {name: kwargs[name] for name in FOR_THE_BASE if name in kwargs}
     base = _load_base(delta["base_model"], delta["revision"], **where)
+    if getattr(base, "hf_quantizer", None) is not None:
+        raise ValueError(
+            f"{path}: an adapter is put on unquantized weights, but {delta['base_model']} was "
+            "loaded quantized; load the adapter as it is, save it whole (save_pretrained), and load that "
+            "with quantization_config"
+        )
     if base_hash(base) != delta["base_hash"]:
         raise ValueError(
             f"{path}: this adapter was trained on another base model than the "
@@ -132,9 +138,17 @@ def base_hash(model: nn.Module) -> str:
 
     The same for the base model, the converted model and a PeftModel of it, and for fp32 and bf16
     copies: values are rounded to bf16.
+
+    Raises:
+        ValueError: The model is offloaded, so that its weights are not here.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(_base_parameters(model)):
+        if tensor.is_meta:
+            raise ValueError(
+                "the model is offloaded to memory or disk, and an adapter needs its weights: load "
+                "it onto one device; a model saved whole (save_pretrained) can be offloaded"
+            )
         values = tensor.detach().flatten()[:: max(1, tensor.numel() // SAMPLES)]
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(values.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())

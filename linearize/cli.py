@@ -110,6 +110,10 @@ def run(
         Path | None,
         typer.Option(help="Folder that keeps the teacher's logits of stage 2 (finetune.top_k)."),
     ] = None,
+    report_to: Annotated[
+        list[str] | None,
+        typer.Option(help="wandb, trackio, tensorboard, ...; all that are installed; repeat it."),
+    ] = None,
     progress: Progress = True,
     as_json: AsJson = False,
 ) -> None:
@@ -122,6 +126,8 @@ def run(
     linearize run recipes/quickstart.yaml convert.window=16 --output-dir runs/w16
 
     linearize run my.yaml data.sources='[books/*.txt, news.jsonl]' seed=1 --device cuda
+
+    linearize run my.yaml --report-to trackio
     """
     from linearize.recipe import load_recipe
 
@@ -133,7 +139,7 @@ def run(
     results = run(
         loaded, output_dir=output_dir, device=device, resume=resume, save_steps=save_steps,
         gradient_checkpointing=gradient_checkpointing, teacher_cache=teacher_cache,
-        progress=progress,
+        progress=progress, report_to=report_to or (),
     )  # fmt: skip
     _show(results, tables.results, as_json)
 

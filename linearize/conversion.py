@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from linearize.modeling.attention import LinearizedHeads
+from linearize.modeling.attention import LinearizedAttentionMixin, LinearizedHeads, stock_class
 from linearize.modeling.configuration_linearized import LinearizeConfig
 from linearize.modeling.modeling_linearized import FAMILIES, family_classes
 
@@ -70,7 +70,8 @@ def check_model(model):
             f"{type(model).__name__} cannot be converted, but {expected.__name__} can; load it "
             "with AutoModelForCausalLM, and merge adapters before (merge_and_unload)"
         )
-    if len({p.device for p in model.parameters()}) > 1:
+    devices = {p.device for p in model.parameters()}
+    if len(devices) > 1 or torch.device("meta") in devices:
         raise ValueError(
             "the model is spread over several devices, or offloaded; load it onto one device and "
             "convert it there"
@@ -299,10 +300,32 @@ def _implementation(config, geometry):
     return name
 
 
+def _check_modules(converted, model):
+    """Refuses modules that the model's class does not make: what they do would be lost.
+
+    Raises:
+        ValueError: such as for layers that hold LoRA, or quantized ones, put in by hand.
+    """
+    made = {name: type(module) for name, module in converted.named_modules()}
+    made |= {
+        name: stock_class(module)
+        for name, module in converted.named_modules()
+        if isinstance(module, LinearizedAttentionMixin)
+    }
+    for name, module in model.named_modules():
+        if name and made.get(name) is not type(module):
+            raise ValueError(
+                f"{name} is a {type(module).__name__}, which {type(model).__name__} does not have "
+                "by itself: merge adapters (merge_and_unload) and convert the unquantized model; "
+                "quantize, or add adapters to, the converted one"
+            )
+
+
 def _take_over(converted, model):
     """Moves every tensor of `model` into `converted`, which is on meta, and starts the new
     parameters.
     """
+    _check_modules(converted, model)
     state = model.state_dict()
     missing, unexpected = converted.load_state_dict(state, strict=False, assign=True)
     tied = converted.all_tied_weights_keys

@@ -63,6 +63,7 @@ def finetune(
     logging_steps=10,
     resume="auto",
     progress=True,
+    report_to=(),
     merge=True,
 ):
     """(model, metrics): the finetuned model and what its training cost.
@@ -88,6 +89,7 @@ def finetune(
             seen before, in any run, do not ask the teacher again; None: no cache.
         merge: merge LoRA into the weights and return a plain model; False returns the PeftModel.
         resume: "auto" goes on from the newest checkpoint in output_dir, "never" starts over.
+        report_to: experiment trackers by the names of TrainingArguments, such as "wandb" or "all".
 
     Returns:
         The model, and {"tokens", "steps", "seconds", "tokens_per_s", "trainable_parameters",
@@ -141,6 +143,7 @@ def finetune(
             logging_steps=logging_steps,
             resume=resume,
             progress=progress,
+            report_to=report_to,
         )
     metrics["trainable_parameters"] = sum(p.numel() for p in trainable)
     if method == "lora" and merge:

@@ -33,6 +33,7 @@ from linearize.report.page import public
 from linearize.report.single import PAGE, write_report
 from linearize.rundir import RunDirectory, load_splits, save_splits
 from linearize.saved import read_evaluation_text, write
+from linearize.tracking import trackers
 from linearize.transfer import transfer_attention
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ def run(
     gradient_checkpointing: bool = False,
     teacher_cache: str | Path | None = None,
     progress: bool = True,
+    report_to: str | Sequence[str] = (),
 ) -> dict[str, Any]:
     """Results of a recipe, as in `results.json`; the model lies in `model/` of the run directory.
 
@@ -68,6 +70,7 @@ def run(
         teacher_cache: Folder that keeps the teacher's logits of stage 2 (`finetune.top_k` of each
             token) for its baselines, for later runs, and for going on; None: no cache.
         progress: Show progress bars.
+        report_to: Experiment trackers, by the names of TrainingArguments, such as "wandb".
 
     Raises:
         ValueError: The recipe does not fit the model or data, or the directory holds another run.
@@ -82,6 +85,7 @@ def run(
             "teacher_cache: it holds the teacher's most probable tokens; set finetune.top_k, for "
             "example to 64"
         )
+    trackers(report_to)  # one that is missing should not cost an hour
     directory = RunDirectory(
         output_dir or recipe.output,
         recipe.dump(),
@@ -89,7 +93,9 @@ def run(
         resume=resume,
     )
     if "finished" not in directory.results:
-        training = {"save_steps": save_steps, "progress": progress, "seed": recipe.seed}
+        training = dict(
+            save_steps=save_steps, progress=progress, seed=recipe.seed, report_to=report_to
+        )
         stage_2 = {"gradient_checkpointing": gradient_checkpointing, "teacher_cache": teacher_cache}
         job = _Job(recipe, directory, str(place), training, stage_2)
         job.run()

@@ -16,15 +16,15 @@ from typing import Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
-from tqdm import tqdm
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from linearize.tracking import Log, flat, nested, trackers
+
 TENSORS = "trainable.safetensors"
 STAGE = "stage.json"
-LOG = "log.jsonl"
 RESUME = ("auto", "never")
 
 
@@ -69,6 +69,7 @@ def train(
     logging_steps,
     resume,
     progress,
+    report_to,
 ):
     """Metrics of a training run; trains what requires a gradient.
 
@@ -76,7 +77,7 @@ def train(
     equal settings, and one that is finished is only loaded. The number of steps is `max_steps`, or
     as many as fit into `max_tokens`, or one pass over the data. The learning rate warms up over the
     fraction `warmup` of the steps and then follows a cosine to zero. `clip` 0 or None: no clipping.
-    `resume` "auto" or "never" (start over).
+    `resume` "auto" or "never" (start over). `report_to` as in `trackers`.
     """
     output_dir = Path(output_dir)
     args = _arguments(
@@ -85,6 +86,7 @@ def train(
     args.max_steps = _num_steps(args, dataset, max_tokens, max_steps)
     args.warmup_steps = round(warmup * args.max_steps)
     args.save_steps = save_steps or args.max_steps
+    args.run_name = stage  # what trackers call it
     settings = dict(
         stage=stage,
         steps=args.max_steps,
@@ -99,7 +101,8 @@ def train(
         **settings,
     )
     checkpoint = _checkpoint_to_resume(output_dir, settings, resume)
-    trainer = StageTrainer(model, args, dataset, objective, settings, progress)
+    callbacks = [Log(stage, progress), *trackers(report_to)]
+    trainer = StageTrainer(model, args, dataset, objective, settings, callbacks)
     if checkpoint is None:
         objective.start(trainer.model, dataset)
         trainer.train()
@@ -132,7 +135,7 @@ def _arguments(
         dataloader_pin_memory=not on_cpu,
         ddp_find_unused_parameters=False,
         disable_tqdm=True,
-        report_to=[],
+        report_to=[],  # see `trackers`
     )
 
 
@@ -159,14 +162,14 @@ def _num_steps(args, dataset, max_tokens, max_steps):
 class StageTrainer(Trainer):
     """A Trainer whose loss is an objective's sum over the count of the whole effective batch."""
 
-    def __init__(self, model, args, dataset, objective, settings, progress):
+    def __init__(self, model, args, dataset, objective, settings, callbacks):
         self.objective, self.settings = objective, settings
         super().__init__(
             model,
             args,
             train_dataset=dataset,
             data_collator=collate,
-            callbacks=[_Log(settings["stage"], progress)],
+            callbacks=callbacks,
         )
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
@@ -228,7 +231,7 @@ class StageTrainer(Trainer):
         )
         values = self.accelerator.reduce(values, "mean") / self.steps_in_parts
         entry = {"step": self.state.global_step, "loss": logs["loss"]}
-        entry |= _nested(zip(self.parts, values.tolist(), strict=True))
+        entry |= nested(zip(self.parts, values.tolist(), strict=True))
         entry |= {"learning_rate": logs["learning_rate"], "grad_norm": logs["grad_norm"]}
         entry |= {"tokens": self.state.num_input_tokens_seen, "seconds": round(self.seconds, 3)}
         if not math.isfinite(entry["loss"]):
@@ -238,7 +241,9 @@ class StageTrainer(Trainer):
             )
         self.parts, self.steps_in_parts = {}, 0
         self.state.log_history.append(entry)
-        self.control = self.callback_handler.on_log(self.args, self.state, self.control, entry)
+        self.control = self.callback_handler.on_log(
+            self.args, self.state, self.control, flat(entry, self.settings["stage"])
+        )
 
     @property
     def seconds(self):
@@ -328,55 +333,6 @@ class StageTrainer(Trainer):
 def collate(rows):
     """Rows of a TokenDataset as one batch of tensors [B, T]."""
     return {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in rows[0]}
-
-
-class _Log(TrainerCallback):
-    """Writes log.jsonl and, if wanted, draws a progress bar with the loss and tokens/s."""
-
-    def __init__(self, stage, progress):
-        self.stage, self.progress = stage, progress
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.file = Path(args.output_dir, LOG)
-        self.tokens, self.started = state.num_input_tokens_seen, time.perf_counter()
-        self.bar = tqdm(
-            total=state.max_steps,
-            initial=state.global_step,
-            desc=self.stage,
-            unit="step",
-            disable=not (self.progress and state.is_world_process_zero),
-        )
-        if state.is_world_process_zero:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text("".join(json.dumps(entry) + "\n" for entry in state.log_history))
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.bar.update()
-        control.should_log = (
-            control.should_log or control.should_save
-        )  # so that a resumed run logs the same lines
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        speed = (state.num_input_tokens_seen - self.tokens) / (time.perf_counter() - self.started)
-        self.bar.set_postfix(loss=f"{logs['loss']:.4g}", tokens_per_s=f"{speed:.0f}")
-        if state.is_world_process_zero:
-            with self.file.open("a") as file:
-                file.write(json.dumps(logs) + "\n")
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.bar.close()
-
-
-def _nested(items):
-    """{"a": 1, "b.c": 2} from pairs becomes {"a": 1, "b": {"c": 2}}."""
-    result = {}
-    for name, value in items:
-        outer, dot, inner = name.partition(".")
-        if dot:
-            result.setdefault(outer, {})[inner] = value
-        else:
-            result[outer] = value
-    return result
 
 
 # ------------------------------------------------------------------------------------------ resume

@@ -61,6 +61,7 @@ def transfer_attention(
     logging_steps=10,
     resume="auto",
     progress=True,
+    report_to=(),
 ):
     """Metrics of attention transfer, which trains the new parameters in place and nothing else.
 
@@ -85,6 +86,7 @@ def transfer_attention(
         max_tokens, max_steps: length of training; one pass over the data by default.
         clip: limit of each layer's own gradient norm.
         resume: "auto" goes on from the newest checkpoint in output_dir, "never" starts over.
+        report_to: experiment trackers by the names of TrainingArguments, such as "wandb" or "all".
 
     Returns:
         {"tokens", "steps", "seconds", "tokens_per_s", "history"}; an entry of history has "step",
@@ -130,6 +132,7 @@ def transfer_attention(
             logging_steps=logging_steps,
             resume=resume,
             progress=progress,
+            report_to=report_to,
         )
 
 

@@ -3,6 +3,7 @@
 import copy
 import json
 
+import accelerate
 import pytest
 import torch
 from conftest import random_ids, tiny_linearized, tiny_llama
@@ -10,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from linearize import checkpoint
 from linearize.checkpoint import base_hash, save_adapter
 from linearize.modeling.attention import linearized_modules
 
@@ -142,6 +144,35 @@ def test_incomplete_adapter_is_refused(base, tmp_path):
         ValueError,
         match=r"does not fit the config, first at model.layers.1.self_attn.linearized.beta",
     ):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_offloaded_weights_are_refused(base, tmp_path):
+    """On the way in and on the way out."""
+    message = "the model is offloaded to memory or disk, and an adapter needs its weights"
+    offloaded = trained(base, lora=False)
+    accelerate.cpu_offload(offloaded)
+    with pytest.raises(ValueError, match=message):
+        save_adapter(offloaded, tmp_path, base)
+    save_adapter(trained(base, lora=False), tmp_path, base)
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.layers.0": "cpu"}
+    places |= {"lm_head": "cpu", "model.rotary_emb": "cpu", "model.layers.1": "disk"}
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path, device_map=places, offload_folder=tmp_path / "offloaded"
+        )
+
+
+def test_quantized_base_is_refused(base, tmp_path, monkeypatch):
+    save_adapter(trained(base, lora=False), tmp_path, base)
+
+    def load_quantized(*args, **kwargs):
+        model = AutoModelForCausalLM.from_pretrained(base)
+        model.hf_quantizer = object()
+        return model
+
+    monkeypatch.setattr(checkpoint, "_load_base", load_quantized)
+    with pytest.raises(ValueError, match=r"put on unquantized weights.*save_pretrained"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 

@@ -196,6 +196,12 @@ def test_run_takes_overrides_and_a_folder(call, recipe, tmp_path):
     assert "window: 3" in (tmp_path / "other" / "recipe.yaml").read_text()
 
 
+def test_run_names_a_tracker_that_nobody_knows(call, recipe):
+    code, _, err = call("run", recipe, "--report-to", "paper", "--device", "cpu")
+    assert code == 2
+    assert "report_to: paper is not supported, only" in err
+
+
 def test_evaluate_a_converted_and_a_stock_model(call, wide, base, converted, corpus):
     options = ("--text", corpus, "--length", 16, "--device", "cpu", "--no-progress")
     code, out, _ = call("evaluate", converted, *options)

@@ -2,6 +2,7 @@
 
 import copy
 
+import accelerate
 import pytest
 import torch
 from conftest import random_ids, tiny_llama, tiny_model
@@ -252,11 +253,32 @@ def test_quantized_model_is_refused():
         convert(model)
 
 
-def test_offloaded_model_is_refused():
+class Linear4bit(torch.nn.Linear):
+    """Stands for the layers of quantization libraries, put in without transformers' knowledge."""
+
+
+def test_modules_that_the_class_does_not_make_are_refused():
     model = tiny_llama()
-    model.model.layers[1].to("meta")
-    with pytest.raises(ValueError, match="spread over several devices, or offloaded"):
+    model.model.layers[1].mlp.up_proj = Linear4bit(32, 48, bias=False)
+    message = r"layers\.1\.mlp\.up_proj is a Linear4bit, which LlamaForCausalLM does not have"
+    with pytest.raises(ValueError, match=message):
         convert(model)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_adapters_inside_of_a_stock_model_are_refused():
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    inside = get_peft_model(tiny_llama(), config).get_base_model()
+    with pytest.raises(ValueError, match=r"q_proj is a Linear.*merge_and_unload"):
+        convert(inside)
+
+
+def test_offloaded_model_is_refused():
+    for offload in (lambda m: m.model.layers[1].to("meta"), accelerate.cpu_offload):
+        model = tiny_llama()
+        offload(model)
+        with pytest.raises(ValueError, match="spread over several devices, or offloaded"):
+            convert(model)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 from tinytext import save_base, save_corpus
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers.integrations import integration_utils
 
 from linearize import stages
 from linearize.evaluation.rows import ROWS
@@ -112,6 +113,29 @@ def test_another_recipe_in_the_same_folder_is_refused(finished):
         run(other, device="cpu", progress=False)
     with pytest.raises(ValueError, match="holds a run already; choose another folder"):
         run(recipe, device="cpu", resume=False, progress=False)
+
+
+def test_a_tracker_that_is_missing_is_named_before_anything_starts(
+    base, corpus, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(integration_utils, "is_wandb_available", lambda: False)
+    recipe = recipe_for(base, corpus, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"report_to: .* requires wandb to be installed"):
+        run(recipe, device="cpu", progress=False, report_to="wandb")
+    assert not (tmp_path / "run").exists()
+
+
+def test_trackers_hear_of_both_stages(base, corpus, tmp_path, monkeypatch):
+    heard = set()
+
+    class Tracker(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            heard.update(logs)
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", Tracker)
+    recipe = recipe_for(base, corpus, tmp_path / "run", finetune=FINETUNE, evaluate=None)
+    run(recipe, device="cpu", progress=False, report_to=["wandb"])
+    assert {"transfer/loss", "transfer/layers/1", "finetune/loss"} <= heard
 
 
 def test_a_folder_with_other_things_is_refused(base, corpus, tmp_path):

@@ -74,7 +74,7 @@ def run(folder, *, scored=(9,) * 12, noise=0.0, fails_at=None, seed=0, model=Non
     defaults = dict(
         max_tokens=None, max_steps=4, batch_size=2, accumulation=2, learning_rate=1e-2, warmup=0.25,
         clip=1.0, save_steps=None, logging_steps=1, resume="auto", progress=False, stage="test",
-        settings={"loss": "ce"},
+        settings={"loss": "ce"}, report_to=(),
     )  # fmt: skip
     metrics = training.train(
         model, Rows(scored), objective, output_dir=folder, seed=seed, **{**defaults, **options}
