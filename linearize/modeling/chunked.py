@@ -29,25 +29,37 @@ from .ops import (
     state_heads_of,
 )
 
+try:  # a published checkpoint is right without linearize, and fast with it
+    from linearize import kernels
+except ImportError:
+    kernels = None
+
 CHUNK = 64
 CHUNK_LOG = 16  # chunk of maps with log_k, whose diagonal blocks hold [C, C, F]
 SEGMENT = 512  # tokens whose intermediate tensors exist at one time
+SEGMENT_KERNEL = 8192  # of the kernels, whose intermediate tensors are prefix states and features
 
 
-def hybrid_chunked(op, q, k, v, state, *, valid=None, chunk=None, segment=SEGMENT):
+def hybrid_chunked(op, q, k, v, state, *, valid=None, chunk=None, segment=None):
     """The operator in chunks that carry a constant-size state: memory linear in T, differentiable,
     any T and any split.
 
-    q [B, H, T, D]; k [B, G, T, D]; v [B, G, T, Dv]; valid [B, T] bool or None (all real). Returns
-    (o [B, H, T, Dv], state). Rows of padding are finite and mean nothing. Splitting T over calls
-    changes nothing beyond rounding.
+    q [B, H, T, D]; k [B, G, T, D]; v [B, G, T, Dv]; valid [B, T] bool or None (all real); chunk and
+    segment as they are best, by default. Returns (o [B, H, T, Dv], state). Rows of padding are
+    finite and mean nothing. Splitting T over calls changes nothing beyond rounding.
     """
+    kernel = None if chunk else _find_kernel(op, q, k, v, state, valid)
     chunk = chunk or (CHUNK_LOG if op.log_k else CHUNK)
+    segment = segment or (SEGMENT if kernel is None else SEGMENT_KERNEL)
     outs = [] if q.shape[2] else [q.new_zeros(*q.shape[:3], v.shape[-1])]
     for start in range(0, q.shape[2], segment):
         part = slice(start, start + segment)
-        mask = None if valid is None else valid[:, part]
-        out, state = _segment(op, q[:, :, part], k[:, :, part], v[:, :, part], state, mask, chunk)
+        tokens = q[:, :, part], k[:, :, part], v[:, :, part]
+        if kernel is None:
+            mask = None if valid is None else valid[:, part]
+            out, state = _segment(op, *tokens, state, mask, chunk)
+        else:
+            out, state = _kernel_segment(kernel, op, *tokens, state)
         outs.append(out)
     return (torch.cat(outs, 2) if len(outs) != 1 else outs[0]), state
 
@@ -80,6 +92,34 @@ def hybrid_packed(op, q, k, v, state, *, valid=None, documents=None, chunk=None)
         ]  # fmt: skip
         rows.append(torch.cat(parts, 2))
     return torch.cat(rows)
+
+
+def _find_kernel(op, q, k, v, state, valid):
+    """The function that does this call on a GPU, or None; LINEARIZE_KERNELS chooses."""
+    if kernels is None:
+        return None
+    return kernels.find(
+        q, k, v, window=op.window, sinks=op.sinks, features=state.z.shape[-1], log_k=op.log_k,
+        softcap=op.softcap, sink_logit=op.sink_logit, linear=op.linear, padded=valid is not None,
+    )  # fmt: skip
+
+
+def _kernel_segment(kernel, op, q, k, v, state):
+    T = q.shape[2]
+    keys, values = (
+        torch.cat([state.window_k, k], 2),
+        torch.cat([state.window_v, v], 2),
+    )  # [B, G, P + T, .]
+    start = (state.seen - op.past)[:, None]
+    sinks = _update_sinks(op.sinks, state, keys, values, start, start.clamp(min=0))
+    fq, scale = row_scaled(op, op.phi_q(q))
+    out, S, z = kernel(
+        q, keys, values, *sinks, fq, op.phi_k(state_heads_of(op, keys[:, :, :T])),
+        scale.squeeze(-1) if op.log_q else None, op.beta, op.alpha, state.S, state.z, state.seen,
+        window=op.window, scaling=op.scaling,
+    )  # fmt: skip
+    window = keys[:, :, T:], values[:, :, T:]
+    return out, State(S, z, state.shift, *sinks, *window, state.seen + T)
 
 
 def _segment(op, q, k, v, state, valid, C):
