@@ -5,7 +5,7 @@ function, its symbols and its state are those of `modeling/ops.py`, which is wha
 kernel can.
 """
 
-from .choice import find
-from .operators import hybrid
+from .choice import find, find_step
+from .operators import hybrid, hybrid_step
 
-__all__ = ["find", "hybrid"]
+__all__ = ["find", "find_step", "hybrid", "hybrid_step"]

@@ -29,93 +29,108 @@ def _probabilities(scores, lse, visible):
 
 
 @triton.jit
-def rows_backward(
-    Q, K, V, SK, SV, FQ, FK, ALPHA, SEEN, HST, HZ, O, DO, LSE, DEN, BEST, DQ, DFQ, DELTA, E,
-    q_b, q_h, q_t, o_b, o_h, o_t, d_b, d_h, d_t, T, chunks, scaling,
-    H: tl.constexpr, G: tl.constexpr, HS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    F: tl.constexpr, C: tl.constexpr, W: tl.constexpr, N: tl.constexpr, BN: tl.constexpr,
-    DP: tl.constexpr, VP: tl.constexpr, FP: tl.constexpr, BF: tl.constexpr, PREC: tl.constexpr,
+def queries_backward(
+    V, FQ, FK, SEEN, HST, HZ, O, DO, DEN, DFQ, DELTA, Y_,
+    o_b, o_h, o_t, d_b, d_h, d_t, T, chunks,
+    H: tl.constexpr, G: tl.constexpr, HS: tl.constexpr, DV: tl.constexpr, F: tl.constexpr,
+    C: tl.constexpr, P: tl.constexpr, N: tl.constexpr, VP: tl.constexpr, FP: tl.constexpr,
+    BF: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    # Grid (chunks, B H). Gradients of queries and their features, and the row sums E and delta.
+    # Grid (chunks, B H). The linear part's gradient of the queries' features, and the row sums
+    # delta and Y.
     c, i_h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = i_h // H, i_h % H
-    g, hs = h // (H // G), b * HS + h // (H // HS)
-    P: tl.constexpr = W - 1
-    L = T + P
-    rc, rd, rv = tl.arange(0, C), tl.arange(0, DP), tl.arange(0, VP)
-    t = c * C + rc
+    hs = b * HS + h // (H // HS)
+    rc, rv = tl.arange(0, C), tl.arange(0, VP)
+    t = c * C + rc  # the queries of the chunk, and the keys of its triangle
     real = t < T
-    seen = tl.load(SEEN + b).to(tl.int32)
-    low = N + P - seen
-    K += (b * G + g) * L * D
-    V += (b * G + g) * L * DV
+    low = N + P - tl.load(SEEN + b).to(tl.int32)
     do = load_rows(DO + b * d_b + h * d_h, t, rv, real, DV, VP, d_t)
     o = load_rows(O + b * o_b + h * o_h, t, rv, real, DV, VP, o_t)
     delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
-    tl.store(DELTA + i_h * T + t, delta, mask=real)
-    lse = tl.load(LSE + i_h * T + t, mask=real, other=0.0)
     inverse = 1.0 / tl.load(DEN + i_h * T + t, mask=real, other=1.0)
-
-    # linear: the triangle of this chunk's keys, and the state before it
+    v = load_columns(V + (b * G + h // (H // G)) * (T + P) * DV, t, rv, real, DV, VP, DV)
+    dA = (tl.dot(do, v, input_precision=PREC) - delta[:, None]) * inverse[:, None]
+    dA = tl.where((t[None, :] < t[:, None]) & (t >= low)[None, :], dA, 0.0)
+    dA = dA.to(FK.dtype.element_ty)
     HST += (hs * chunks + c) * F * DV
     HZ += (hs * chunks + c) * F
-    i = c * C + rc
-    v = load_columns(V, i, rv, i < T, DV, VP, DV)
-    dA = (tl.dot(do, v, input_precision=PREC) - delta[:, None]) * inverse[:, None]
-    dA = tl.where((i[None, :] < t[:, None]) & (i >= low)[None, :], dA, 0.0)
-    dA = dA.to(FK.dtype.element_ty)
     Y = tl.zeros([C], tl.float32)
     for f in range(0, FP, BF):
         rf = f + tl.arange(0, BF)
         fq = load_rows(FQ + i_h * T * F, t, rf, real, F, FP, F)
-        fk = load_rows(FK + hs * T * F, i, rf, i < T, F, FP, F)
+        fk = load_rows(FK + hs * T * F, t, rf, real, F, FP, F)
         state = load_columns(HST, rf, rv, rf < F, DV, VP, DV)  # [VP, BF]
         z = tl.load(HZ + rf, mask=rf < F, other=0.0)
         dfq = tl.dot(do.to(state.dtype), state, input_precision=PREC) - delta[:, None] * z[None, :]
         dfq = dfq * inverse[:, None] + tl.dot(dA, fk, input_precision=PREC)
         Y += tl.sum(dfq * fq.to(tl.float32), 1)
         store_rows(DFQ + i_h * T * F, dfq, t, rf, real, F, FP, F)
+    tl.store(DELTA + i_h * T + t, delta, mask=real)
+    tl.store(Y_ + i_h * T + t, Y, mask=real)
 
-    # exact: the window, the sinks, then the best key
+
+@triton.jit
+def _add_keys(dq, X, share, q, do, k, v, lse, delta, visible, scaling, PREC: tl.constexpr):
+    """dq, X and the share of the exact part with one more tile of keys k [keys, D], v [Dv, keys]."""
+    s = tl.dot(q, tl.trans(k), input_precision=PREC) * scaling
+    p = _probabilities(s, lse[:, None], visible)
+    ds = p * (tl.dot(do, v, input_precision=PREC) - delta[:, None])
+    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PREC)
+    return dq, X + tl.sum(ds, 1), share + tl.sum(p, 1)
+
+
+@triton.jit
+def rows_backward(
+    Q, K, V, SK, SV, ALPHA, SEEN, DO, LSE, BEST, DELTA, Y_, DQ, E,
+    q_b, q_h, q_t, d_b, d_h, d_t, T, scaling,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    # Grid (chunks, B H). The exact part's gradient of the queries, and the row sum E.
+    c, i_h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = i_h // H, i_h % H
+    g = b * G + h // (H // G)
+    L = T + P
+    rc, rd, rv = tl.arange(0, C), tl.arange(0, DP), tl.arange(0, VP)
+    t = c * C + rc
+    real = t < T
+    seen = tl.load(SEEN + b).to(tl.int32)
+    low = N + P - seen
+    K += g * L * D
     q = load_rows(Q + b * q_b + h * q_h, t, rd, real, D, DP, q_t)
+    do = load_rows(DO + b * d_b + h * d_h, t, rv, real, DV, VP, d_t)
+    lse = tl.load(LSE + i_h * T + t, mask=real, other=0.0)
+    delta = tl.load(DELTA + i_h * T + t, mask=real, other=0.0)
     dq = tl.zeros([C, DP], tl.float32)
     X = tl.zeros([C], tl.float32)
     share = tl.zeros([C], tl.float32)
     for j in range((P + C + C - 1) // C):
         i = (c + j) * C + rc
         k = load_rows(K, i, rd, i < L, D, DP, D)
-        v = load_columns(V, i, rv, i < L, DV, VP, DV)
-        s = tl.dot(q, tl.trans(k), input_precision=PREC) * scaling
+        v = load_columns(V + g * L * DV, i, rv, i < L, DV, VP, DV)
         age = i[None, :] - t[:, None]
         visible = (age >= 0) & (age <= P) & (i >= low)[None, :] & real[:, None]
-        p = _probabilities(s, lse[:, None], visible)
-        ds = p * (tl.dot(do, v, input_precision=PREC) - delta[:, None])
-        X += tl.sum(ds, 1)
-        share += tl.sum(p, 1)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PREC)
+        dq, X, share = _add_keys(dq, X, share, q, do, k, v, lse, delta, visible, scaling, PREC)
     if N > 0:
         rn = tl.arange(0, BN)
-        SK += (b * G + g) * N * D
-        SV += (b * G + g) * N * DV
-        k = load_rows(SK, rn, rd, rn < N, D, DP, D)
-        v = load_columns(SV, rn, rv, rn < N, DV, VP, DV)
-        s = tl.dot(q, tl.trans(k), input_precision=PREC) * scaling
+        sk = load_rows(SK + g * N * D, rn, rd, rn < N, D, DP, D)
+        sv = load_columns(SV + g * N * DV, rn, rv, rn < N, DV, VP, DV)
         visible = (rn < N)[None, :] & (rn[None, :] <= seen + t[:, None]) & real[:, None]
-        p = _probabilities(s, lse[:, None], visible)
-        ds = p * (tl.dot(do, v, input_precision=PREC) - delta[:, None])
-        X += tl.sum(ds, 1)
-        share += tl.sum(p, 1)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PREC)
+        dq, X, share = _add_keys(dq, X, share, q, do, sk, sv, lse, delta, visible, scaling, PREC)
+    Y = tl.load(Y_ + i_h * T + t, mask=real, other=0.0)
     row = tl.where(t > low, (1 - share) * X - share * Y, 0.0)
     tl.store(E + i_h * T + t, row, mask=real)
     best = tl.load(BEST + i_h * T + t, mask=real, other=0)
-    window = load_rows(K, tl.maximum(best, 0), rd, real & (best >= 0), D, DP, D).to(tl.float32)
+    key = load_rows(K, tl.maximum(best, 0), rd, real & (best >= 0), D, DP, D).to(tl.float32)
     if N > 0:
-        sink = load_rows(SK, tl.maximum(-1 - best, 0), rd, real & (best < 0), D, DP, D)
-        window += sink.to(tl.float32)
+        sink = load_rows(
+            SK + g * N * D, tl.maximum(-1 - best, 0), rd, real & (best < 0), D, DP, D
+        )
+        key += sink.to(tl.float32)
     extra = row * (tl.load(ALPHA + h).to(tl.float32) - 1)
-    dq = (dq + extra[:, None] * window) * scaling
-    store_rows(DQ + i_h * T * D, dq, t, rd, real, D, DP, D)
+    store_rows(DQ + i_h * T * D, (dq + extra[:, None] * key) * scaling, t, rd, real, D, DP, D)
 
 
 @triton.jit
@@ -132,9 +147,11 @@ def keys_backward(
     Q, K, V, ALPHA, SEEN, DO, LSE, DELTA, E, BEST, DK, DV_,
     q_b, q_h, q_t, d_b, d_h, d_t, T, scaling,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    W: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, PREC: tl.constexpr,
+    BQ: tl.constexpr, W: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
-    # Grid (chunks of L, B G). The exact part's gradient of the keys and values of one chunk.
+    # Grid (chunks of L, B G). The exact part's gradient of the keys and values of one chunk, from
+    # the queries n C - P to n C + C - 1 in tiles of BQ.
     n, i_g = tl.program_id(0), tl.program_id(1).to(tl.int64)
     R: tl.constexpr = H // G
     P: tl.constexpr = W - 1
@@ -147,13 +164,14 @@ def keys_backward(
     v = load_rows(V + i_g * L * DV, i, rv, i < L, DV, VP, DV)
     dk = tl.zeros([C, DP], tl.float32)
     dv = tl.zeros([C, VP], tl.float32)
-    first = tl.maximum(n - (P + C - 1) // C, 0)
+    first = tl.maximum(n * C - P, 0) // BQ
+    last = tl.cdiv(tl.minimum(n * C + C, T), BQ)
     for r in range(R):
         h = g * R + r
         head = b * H + h
         factor = tl.load(ALPHA + h).to(tl.float32) - 1
-        for c in range(first, tl.minimum(n + 1, tl.cdiv(T, C))):
-            t = c * C + rc
+        for c in range(first, last):
+            t = c * BQ + tl.arange(0, BQ)
             real = t < T
             q = load_rows(Q + b * q_b + h * q_h, t, rd, real, D, DP, q_t)
             do = load_rows(DO + b * d_b + h * d_h, t, rv, real, DV, VP, d_t)
@@ -264,22 +282,33 @@ def features_backward(
     store_rows(DV_ + i_h * T * DV, dv, i, rv, i < T, DV, VP, DV)
 
 
-def rows_gradients(
-    q, k, v, sink_k, sink_v, fq, fk, alpha, seen, h, hz, o, do, lse, den, best, *, window, scaling,
-    chunk, precision,
-):  # fmt: skip
-    """(dq, dfq, delta, E); delta and E [B, H, T] fp32."""
-    (B, H, T, D), (G, _, DV), (HS, _, F) = q.shape, v.shape[1:], fk.shape[1:]
-    dq, dfq = q.new_empty(q.shape), torch.empty_like(fq)
-    delta, E = torch.empty_like(lse), torch.empty_like(lse)
-    N = sink_k.shape[2]
-    config = choose("rows", v, F=F, DV=DV, D=D, N=N)
-    rows_backward[(h.shape[2], B * H)](
-        q, k, v, sink_k, sink_v, fq, fk, alpha, seen, h, hz, o, do, lse, den, best, dq, dfq, delta,
-        E, *q.stride()[:3], *o.stride()[:3], *do.stride()[:3], T, h.shape[2], scaling, H=H, G=G,
-        HS=HS, D=D, DV=DV, F=F, C=chunk, W=window, N=N, PREC=precision, **config.meta,
+def queries_gradients(v, fq, fk, seen, h, hz, o, do, den, *, window, sinks, chunk, precision):
+    """(dfq [B, H, T, F], delta, Y [B, H, T] fp32) of the linear part."""
+    (B, H, T, F), (G, _, DV), HS = fq.shape, v.shape[1:], fk.shape[1]
+    dfq, delta, Y = torch.empty_like(fq), torch.empty_like(den), torch.empty_like(den)
+    config = choose("queries", v, F=F, DV=DV)
+    queries_backward[(h.shape[2], B * H)](
+        v, fq, fk, seen, h, hz, o, do, den, dfq, delta, Y, *o.stride()[:3], *do.stride()[:3], T,
+        h.shape[2], H=H, G=G, HS=HS, DV=DV, F=F, C=chunk, P=window - 1, N=sinks, PREC=precision,
+        **config.meta,
     )  # fmt: skip
-    return dq, dfq, delta, E
+    return dfq, delta, Y
+
+
+def rows_gradients(
+    q, k, v, sink_k, sink_v, alpha, seen, do, lse, best, delta, Y, *, window, scaling, chunk,
+    precision,
+):  # fmt: skip
+    """(dq [B, H, T, D], E [B, H, T] fp32) of the exact part."""
+    (B, H, T, D), (G, _, DV), N = q.shape, v.shape[1:], sink_k.shape[2]
+    dq, E = q.new_empty(q.shape), torch.empty_like(lse)
+    config = choose("rows", v, DV=DV, D=D, N=N)
+    rows_backward[(triton.cdiv(T, chunk), B * H)](
+        q, k, v, sink_k, sink_v, alpha, seen, do, lse, best, delta, Y, dq, E, *q.stride()[:3],
+        *do.stride()[:3], T, scaling, H=H, G=G, D=D, DV=DV, C=chunk, P=window - 1, N=N,
+        PREC=precision, **config.meta,
+    )  # fmt: skip
+    return dq, E
 
 
 def keys_gradients(

@@ -23,6 +23,10 @@ LARGEST_HEAD, LARGEST_FEATURES, MOST_SINKS = 128, 256, 64
 logger = logging.getLogger("linearize.kernels")
 
 
+STEP_MAPS = ("hedgehog", "centroids")
+logger = logging.getLogger("linearize.kernels")
+
+
 def find(
     q, k, v, *, window, sinks, features, log_k=False, softcap=None, sink_logit=None, linear=True,
     padded=False, mode=None,
@@ -46,27 +50,62 @@ def find(
     Raises:
         ValueError: the mode is unknown, or it is `triton` and the kernels cannot do the call.
     """
+    reason = (
+        "the keys have log features" if log_k else "rows are padded" if padded else None
+    ) or _unable(q, k, v, window, sinks, features, softcap, sink_logit, linear)
+    return _decide("prefill and training", q, v, reason, operators.hybrid, mode)
+
+
+def find_step(
+    q, k, v, state, *, feature_map, window, sinks, softcap=None, sink_logit=None, linear=True,
+    mode=None,
+):  # fmt: skip
+    """`operators.hybrid_step` if a kernel can do this token and is wanted, else None.
+
+    Args:
+        q: [B, H, 1, D] and
+        k: [B, G, 1, D] and
+        v: [B, G, 1, Dv] of the token.
+        state: the tensors that are to be changed in place.
+        feature_map: the name of the keys' map.
+        window: and the others as in `find`.
+
+    Raises:
+        ValueError: as in `find`.
+    """
+    if feature_map not in STEP_MAPS:
+        reason = f"the step has the maps {' and '.join(STEP_MAPS)}"
+    elif not all(x.is_contiguous() for x in state):
+        reason = "the state is a view into other tensors"
+    else:
+        features = state[0].shape[2]
+        reason = _unable(q, k, v, window, sinks, features, softcap, sink_logit, linear)
+    return _decide("decoding", q, v, reason, operators.hybrid_step, mode)
+
+
+def _decide(what, q, v, reason, function, mode):
+    """The function, or None, said once; reason is why the operator cannot be done, or None."""
     mode = mode or os.environ.get("LINEARIZE_KERNELS", "auto")
     if mode not in MODES:
         raise ValueError(
             f"LINEARIZE_KERNELS: {mode!r} is not known; choose one of {', '.join(MODES)}"
         )
     if mode == "torch":
-        return _say("torch", "LINEARIZE_KERNELS=torch")
-    reason = _machine(q.device, mode) or _operator(
-        q, k, v, window, sinks, features, log_k, softcap, sink_logit, linear, padded
-    )
+        reason = "LINEARIZE_KERNELS=torch"
+    else:
+        reason = _unavailable(q.device, mode) or reason
     if reason is None:
-        _say("triton", f"{architecture(q.device)}, {str(v.dtype)[6:]}")
-        return operators.hybrid
+        _say(f"{what}: triton kernels ({architecture(q.device)}, {str(v.dtype)[6:]})")
+        return function
     if mode == "triton":
         raise ValueError(
-            f"LINEARIZE_KERNELS: the kernels cannot do this call: {reason}; set it to auto or torch"
+            f"LINEARIZE_KERNELS: the kernels cannot do this {what}: {reason}; set it to auto or torch"
         )
-    return _say("torch", reason)
+    _say(f"{what}: torch ({reason})")
+    return None
 
 
-def _machine(device, mode):
+def _unavailable(device, mode):
     """Why the kernels cannot run here, or None."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
@@ -80,7 +119,7 @@ def _machine(device, mode):
     return None
 
 
-def _operator(q, k, v, window, sinks, features, log_k, softcap, sink_logit, linear, padded):
+def _unable(q, k, v, window, sinks, features, softcap, sink_logit, linear):
     """Why the kernels cannot do this operator, or None."""
     size = max(q.shape[-1], v.shape[-1])
     checks = (
@@ -90,21 +129,19 @@ def _operator(q, k, v, window, sinks, features, log_k, softcap, sink_logit, line
         (features > LARGEST_FEATURES, f"{features} features are above {LARGEST_FEATURES}"),
         (sinks > MOST_SINKS, f"{sinks} sinks are above {MOST_SINKS}"),
         (window < 1, "there is no window"),
-        (padded, "rows are padded"),
         (not linear, "the linear part is off"),
-        (log_k, "the keys have log features"),
         (softcap is not None, "scores are soft-capped"),
         (sink_logit is not None, "the teacher has a learned sink logit"),
     )
     return next((reason for fails, reason in checks if fails), None)
 
 
-def _say(path, reason):
-    """None, after saying once which path runs and why."""
+def _say(message):
+    """Logs a message once."""
     if not torch.compiler.is_compiling():
-        _log(f"attention of linearized layers: {path} ({reason})")
+        _log(message)
 
 
 @functools.cache
 def _log(message):
-    logger.info(message)
+    logger.info("linearized attention, %s", message)

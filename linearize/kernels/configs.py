@@ -9,27 +9,33 @@ from typing import NamedTuple
 
 import torch
 
-# (operation, padded head size): C is the chunk of all operations of one call.
-_NVIDIA = {
+# Rows by operation and padded head size, for 16-bit inputs; fp32 tiles are at most 32 wide.
+_SM_90 = {
     ("state", 64): dict(BF=64, BV=64, num_warps=4, num_stages=3),
     ("state", 128): dict(BF=64, BV=64, num_warps=4, num_stages=3),
     ("out", 64): dict(BF=64, num_warps=8, num_stages=2),
     ("out", 128): dict(BF=64, num_warps=8, num_stages=2),
-    ("rows", 64): dict(BF=64, num_warps=8, num_stages=2),
-    ("rows", 128): dict(BF=64, num_warps=8, num_stages=2),
-    ("keys", 64): dict(num_warps=8, num_stages=2),
-    ("keys", 128): dict(num_warps=8, num_stages=2),
-    ("features", 64): dict(BF=64, num_warps=8, num_stages=2),
-    ("features", 128): dict(BF=64, num_warps=8, num_stages=2),
+    ("queries", 64): dict(BF=64, num_warps=8, num_stages=2),
+    ("queries", 128): dict(BF=64, num_warps=8, num_stages=2),
+    ("rows", 64): dict(num_warps=8, num_stages=2),
+    ("rows", 128): dict(num_warps=8, num_stages=2),
+    ("keys", 64): dict(BQ=64, num_warps=8, num_stages=2),
+    ("keys", 128): dict(BQ=32, num_warps=8, num_stages=2),
     ("sinks", 64): dict(num_warps=4, num_stages=2),
     ("sinks", 128): dict(num_warps=4, num_stages=2),
+    ("features", 64): dict(BF=64, num_warps=8, num_stages=2),
+    ("features", 128): dict(BF=64, num_warps=8, num_stages=2),
+    ("step", 64): dict(BF=32, BW=64, num_warps=4, num_stages=2),
+    ("step", 128): dict(BF=32, BW=64, num_warps=8, num_stages=2),
 }
-TABLE = {
-    "sm_90": _NVIDIA,
-    "sm_80": _NVIDIA,
-    "gfx942": _NVIDIA,
-    "interpreter": _NVIDIA,
+_SM_80 = _SM_90 | {
+    ("features", 64): dict(BF=32, num_warps=8, num_stages=1),
+    ("features", 128): dict(BF=32, num_warps=8, num_stages=1),
 }
+_GFX942 = {key: row | dict(num_warps=4) for key, row in _SM_90.items()} | {
+    ("keys", 64): dict(BQ=32, num_warps=4, num_stages=2),
+}
+TABLE = {"sm_90": _SM_90, "sm_80": _SM_80, "gfx942": _GFX942, "interpreter": _SM_90}
 CHUNK = 64
 CHUNK_FP32 = 32  # tiles of fp32 are twice as large
 SMALLEST = 16  # the least rows or columns of tl.dot
@@ -71,6 +77,11 @@ def precision_of(x):
     return "ieee" if exact or x.dtype != torch.float32 else "tf32"
 
 
+def precision_of_state(device):
+    """How the fp32 state is multiplied in a step: three products of tf32 make an fp32 one."""
+    return "ieee" if torch.version.hip or interpreted() else "tf32x3"
+
+
 def padded(size):
     """The next power of two that tl.dot takes."""
     return max(SMALLEST, 1 << (size - 1).bit_length())
@@ -81,7 +92,7 @@ def choose(operation, like, *, F=1, DV=1, D=1, N=0, arch=None):
     arch = architecture(like.device) if arch is None else arch
     row = dict(TABLE[arch][operation, 64 if max(D, DV) <= 64 else 128])
     if like.dtype == torch.float32:
-        row |= {key: 32 for key in ("BF", "BV") if key in row}
+        row |= {key: 32 for key in ("BF", "BQ", "BV") if key in row}
     sizes = {}
     BF = BV = FP = 0
     if "BF" in row:
@@ -92,8 +103,8 @@ def choose(operation, like, *, F=1, DV=1, D=1, N=0, arch=None):
         BV = row["BV"] = min(row["BV"], VP)
         VP = -(-DV // BV) * BV
     sizes["VP"] = VP
-    if operation in ("out", "rows", "keys", "sinks"):
+    if operation in ("out", "rows", "keys", "sinks", "step"):
         sizes["DP"] = padded(D)
-    if operation in ("out", "rows", "sinks"):
+    if operation in ("out", "rows", "sinks", "step"):
         sizes["BN"] = padded(max(N, 1))
     return Config(row | sizes, FP, VP, BF, BV)

@@ -8,7 +8,7 @@ an operator runs, not before.
 import torch
 from torch import Tensor
 
-from .configs import chunk_of, precision_of
+from .configs import chunk_of, precision_of, precision_of_state
 
 
 @torch.library.custom_op("linearize::hybrid_forward", mutates_args=())
@@ -49,23 +49,28 @@ def hybrid_backward(
     """(dq, dk, dv, dsink_k, dsink_v, dfq, dfk, E, dS, dz); E [B, H, T] fp32 is the gradient of the
     log mass of each row's exact part.
     """
-    from .backward import features_gradients, keys_gradients, rows_gradients
+    from .backward import (
+        features_gradients,
+        keys_gradients,
+        queries_gradients,
+        rows_gradients,
+    )
     from .state import prefix_gradients, prefixes
 
     grid = dict(chunk=chunk_of(v), precision=precision_of(v))
-    shared, sinks = dict(window=window, scaling=scaling, **grid), sink_k.shape[2]
+    exact = dict(window=window, scaling=scaling, **grid)
+    linear = dict(window=window, sinks=sink_k.shape[2], **grid)
     T, HS = q.shape[2], fk.shape[1]
-    h, hz, _, _ = prefixes(fk, v, S, z, seen, window=window, sinks=sinks, **grid)
-    dq, dfq, delta, E = rows_gradients(
-        q, k, v, sink_k, sink_v, fq, fk, alpha, seen, h, hz, o, do, lse, den, best, **shared
+    h, hz, _, _ = prefixes(fk, v, S, z, seen, **linear)
+    dfq, delta, Y = queries_gradients(v, fq, fk, seen, h, hz, o, do, den, **linear)
+    dq, E = rows_gradients(
+        q, k, v, sink_k, sink_v, alpha, seen, do, lse, best, delta, Y, **exact
     )
     dk, dv, dsink_k, dsink_v = keys_gradients(
-        q, k, v, sink_k, sink_v, alpha, seen, do, lse, delta, E, best, **shared
+        q, k, v, sink_k, sink_v, alpha, seen, do, lse, delta, E, best, **exact
     )
     dh, dhz, dS, dz = prefix_gradients(fq, do, delta, den, dS, dz, state_heads=HS, **grid)
-    dfk, dv_linear = features_gradients(
-        v, fq, fk, seen, do, delta, den, dh, dhz, window=window, sinks=sinks, **grid
-    )
+    dfk, dv_linear = features_gradients(v, fq, fk, seen, do, delta, den, dh, dhz, **linear)
     dv[:, :, :T] += dv_linear.unflatten(1, (v.shape[1], -1)).sum(2)
     return dq, dk, dv.to(v.dtype), dsink_k, dsink_v, dfq, dfk, E, dS, dz
 
@@ -136,3 +141,52 @@ def hybrid(
     tensors += [beta.float(), alpha.float(), S.contiguous(), z.contiguous()]
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     return hybrid_forward(*tensors, seen, window, scaling, save)[:3]
+
+
+@torch.library.custom_op(
+    "linearize::hybrid_step",
+    mutates_args=("S", "z", "sink_k", "sink_v", "window_k", "window_v", "seen"),
+)
+def _hybrid_step(
+    q: Tensor, k: Tensor, v: Tensor, map_q: Tensor, bias_q: Tensor | None, map_k: Tensor,
+    bias_k: Tensor | None, beta: Tensor, alpha: Tensor, S: Tensor, z: Tensor, sink_k: Tensor,
+    sink_v: Tensor, window_k: Tensor, window_v: Tensor, seen: Tensor, scaling: float,
+) -> Tensor:  # fmt: skip
+    from .decode import step
+
+    out = step(
+        q, k, v, map_q, bias_q, map_k, bias_k, beta, alpha, S, z, sink_k, sink_v, window_k,
+        window_v, seen, scaling=scaling, precision=precision_of(v),
+        precision_state=precision_of_state(v.device),
+    )  # fmt: skip
+    seen.add_(1)
+    return out
+
+
+@_hybrid_step.register_fake
+def _(q, k, v, *_):
+    return v.new_empty(*q.shape[:3], v.shape[-1])
+
+
+def hybrid_step(q, k, v, maps, beta, alpha, S, z, sinks, window, seen, *, scaling):
+    """o [B, H, 1, Dv] of one token; the state is advanced in place, and there is no gradient.
+
+    Args:
+        q: [B, H, 1, D] the query.
+        k: [B, G, 1, D] the key.
+        v: [B, G, 1, Dv] the value.
+        maps: (weight [H, D, f], bias [H, f] or None, weight [HS, D, f], bias [HS, f] or None) of the
+            queries' and the keys' map: `hedgehog` without biases, `centroids` with them.
+        beta: [H] and
+        alpha: [H], of the exact part's log weight beta + alpha m.
+        S: [B, HS, F, Dv] fp32 and
+        z: [B, HS, F] fp32, the sums over the tokens that have left the window.
+        sinks: (keys [B, G, N, D], values [B, G, N, Dv]).
+        window: (keys [B, G, W - 1, D], values [B, G, W - 1, Dv]), right-aligned.
+        seen: [B] int64, tokens so far.
+        scaling: the factor of the products q.k.
+    """
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    maps = (None if x is None else x.contiguous() for x in maps)
+    tensors = (*maps, beta.float(), alpha.float(), S, z, *sinks, *window, seen)
+    return _hybrid_step(q, k, v, *tensors, scaling)

@@ -66,10 +66,10 @@ def output_forward(
         rn = tl.arange(0, BN)
         sk = load_columns(SK + (b * G + g) * N * D, rn, rd, rn < N, D, DP, D)
         sv = load_rows(SV + (b * G + g) * N * DV, rn, rv, rn < N, DV, VP, DV)
-        a = tl.dot(q, sk, input_precision=PREC) * (scaling * LOG2E)
+        to_sinks = tl.dot(q, sk, input_precision=PREC) * (scaling * LOG2E)
         visible = (rn < N)[None, :] & (rn[None, :] <= seen + t[:, None])
-        a = tl.where(visible, a, float("-inf"))
-        m, l, best, acc = _attend(m, l, best, acc, a, sv, -1 - rn, SAVE, PREC)
+        to_sinks = tl.where(visible, to_sinks, float("-inf"))
+        m, l, best, acc = _attend(m, l, best, acc, to_sinks, sv, -1 - rn, SAVE, PREC)
     for j in range((P + C + C - 1) // C):
         i = (c + j) * C + rc
         k = load_columns(K, i, rd, i < L, D, DP, D)

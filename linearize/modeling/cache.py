@@ -68,6 +68,14 @@ class LinearizedLayer(CacheLayerMixin):
         self.padded = self.padded or valid is not None
         self.cumulative_length += k.shape[2]
 
+    def owns(self, state):
+        """Whether `state` may be changed in place: no gradient and no rollback needs what it was."""
+        return (
+            state is self.state
+            and not (self.record_past or torch.is_grad_enabled())
+            and self._fits(state)
+        )
+
     def has_seen(self, tokens):
         """Whether every row surely holds so many tokens; False while compiling, where the answer
         would change the graph.

@@ -26,13 +26,14 @@ KERNELS = {  # operation: (module, function, row of the table)
     "state": ("state", "state_forward", "state"),
     "out": ("out", "output_forward", "out"),
     "state_backward": ("state", "state_backward", "state"),
+    "queries_backward": ("backward", "queries_backward", "queries"),
     "rows_backward": ("backward", "rows_backward", "rows"),
     "keys_backward": ("backward", "keys_backward", "keys"),
     "sinks_backward": ("backward", "sinks_backward", "sinks"),
     "features_backward": ("backward", "features_backward", "features"),
 }
-WIDE = set("S0 Z0 HZ S1 Z1 SCALE BETA ALPHA M LSE DEN DELTA E DS1 DZ1 DHZ DS0 DZ0 DV_".split())
-TENSOR_CORES = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async.sync", "gfx942": "v_mfma"}
+WIDE = set("S0 Z0 HZ S1 Z1 SCALE BETA ALPHA M LSE DEN DELTA E DS1 DZ1 DHZ DS0 DZ0 DV_ Y_".split())
+TENSOR_CORES = {"sm_80": "mma.sync", "sm_90": r"wgmma.mma_async|mma.sync", "gfx942": "v_mfma"}
 
 
 def argument_type(name, kernel, narrow):
@@ -86,7 +87,7 @@ def figures(binary, arch):
     else:
         text = binary.asm["ptx"]
         found = _ptxas(text, arch)
-    cores = text.count(TENSOR_CORES[arch])
+    cores = len(re.findall(TENSOR_CORES[arch], text))
     return found | dict(shared=binary.metadata.shared, tensor_cores=cores)
 
 
