@@ -149,7 +149,7 @@ class Case:
 def make_case(
     feature_map="hedgehog", mixing="calibrated", *, tokens=13, window=4, sinks=2, batch=2, heads=4,
     kv_heads=2, k_map="kv_head", dim=6, v_dim=5, dtype=torch.float64, seed=0, size=1.0, linear=True,
-    softcap=None, sink_logit=False,
+    softcap=None, sink_logit=False, feature_dim=None,
 ):  # fmt: skip
     """A Case with random weights in every map and mixing parameter."""
     generator = torch.Generator().manual_seed(seed)
@@ -166,7 +166,8 @@ def make_case(
     }
     section = LinearizeConfig(
         base_model_type="llama", layers=[0], geometry={"0": shape}, window=max(window, 1),
-        sinks=sinks, feature_map=feature_map, feature_dim=FEATURE_DIMS[feature_map],
+        sinks=sinks, feature_map=feature_map,
+        feature_dim=feature_dim or FEATURE_DIMS[feature_map],
         mixing=mixing, k_map=k_map, seed=seed,
     )  # fmt: skip
     module = LinearizedHeads(section, 0)

@@ -16,3 +16,5 @@ LOGITS = 1e-4  # fp32 logits of tiny models, absolute
 GUARD = 1e-3  # what switching the linear branch off must change, or the test proves nothing
 TEACHER = 1e-5  # softmax mode against the original model
 ACCUMULATION = 1e-5  # relative: micro-batches against the large batch
+FLOAT16_KERNEL = 4e-3  # kernels with fp16 inputs, features and prefix states in 16 bits: outputs
+BFLOAT16_KERNEL = 2e-2  # the same in bf16; both also for gradients

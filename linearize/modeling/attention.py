@@ -20,6 +20,7 @@ from torch.func import functional_call
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers import initialization as init
 
+from .accelerated import step_in_place
 from .cache import check_softmax_layer, claim_cache_layer, find_cache
 from .chunked import advance, hybrid_chunked, hybrid_packed
 from .feature_maps import FEATURE_MAPS
@@ -196,9 +197,11 @@ class LinearizedHeads(nn.Module):
 
         state = cache_layer.read(replay) or start()
         if q.shape[2] == 1 and valid is None:
-            out, state = hybrid_step(
-                op, q, k, v, state, settled=cache_layer.has_seen(op.window + op.sinks)
-            )
+            out = step_in_place(op, q, k, v, state) if cache_layer.owns(state) else None
+            if out is None:
+                out, state = hybrid_step(
+                    op, q, k, v, state, settled=cache_layer.has_seen(op.window + op.sinks)
+                )
         else:
             out, state = hybrid_chunked(op, q, k, v, state, valid=valid)
         cache_layer.write(state, k, v, valid)

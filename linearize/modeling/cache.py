@@ -77,6 +77,14 @@ class LinearizedLayer(CacheLayerMixin):
         """All keys and values so far of the heads that stay softmax, k [B, G, T, D] and v added."""
         return self.kept.update(k, v)
 
+    def owns(self, state):
+        """Whether `state` may be changed in place: no gradient and no rollback needs what it was."""
+        return (
+            state is self.state
+            and not (self.record_past or torch.is_grad_enabled())
+            and self._fits(state)
+        )
+
     def has_seen(self, tokens):
         """Whether every row surely holds so many tokens; False while compiling, where the answer
         would change the graph.

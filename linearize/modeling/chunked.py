@@ -16,6 +16,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
+from .accelerated import find_kernel, run_kernel
 from .ops import (
     EMPTY,
     State,
@@ -27,27 +28,36 @@ from .ops import (
     linear_part,
     row_scaled,
     state_heads_of,
+    take,
+    update_sinks,
 )
 
 CHUNK = 64
 CHUNK_LOG = 16  # chunk of maps with log_k, whose diagonal blocks hold [C, C, F]
 SEGMENT = 512  # tokens whose intermediate tensors exist at one time
+SEGMENT_KERNEL = 8192  # of the kernels, whose intermediate tensors are prefix states and features
 
 
-def hybrid_chunked(op, q, k, v, state, *, valid=None, chunk=None, segment=SEGMENT):
+def hybrid_chunked(op, q, k, v, state, *, valid=None, chunk=None, segment=None):
     """The operator in chunks that carry a constant-size state: memory linear in T, differentiable,
     any T and any split.
 
-    q [B, H, T, D]; k [B, G, T, D]; v [B, G, T, Dv]; valid [B, T] bool or None (all real). Returns
-    (o [B, H, T, Dv], state). Rows of padding are finite and mean nothing. Splitting T over calls
-    changes nothing beyond rounding.
+    q [B, H, T, D]; k [B, G, T, D]; v [B, G, T, Dv]; valid [B, T] bool or None (all real); chunk and
+    segment as they are best, by default. Returns (o [B, H, T, Dv], state). Rows of padding are
+    finite and mean nothing. Splitting T over calls changes nothing beyond rounding.
     """
+    kernel = None if chunk else find_kernel(op, q, k, v, state, valid)
     chunk = chunk or (CHUNK_LOG if op.log_k else CHUNK)
+    segment = segment or (SEGMENT if kernel is None else SEGMENT_KERNEL)
     outs = [] if q.shape[2] else [q.new_zeros(*q.shape[:3], v.shape[-1])]
     for start in range(0, q.shape[2], segment):
         part = slice(start, start + segment)
-        mask = None if valid is None else valid[:, part]
-        out, state = _segment(op, q[:, :, part], k[:, :, part], v[:, :, part], state, mask, chunk)
+        tokens = q[:, :, part], k[:, :, part], v[:, :, part]
+        if kernel is None:
+            mask = None if valid is None else valid[:, part]
+            out, state = _segment(op, *tokens, state, mask, chunk)
+        else:
+            out, state = run_kernel(kernel, op, *tokens, state)
         outs.append(out)
     return (torch.cat(outs, 2) if len(outs) != 1 else outs[0]), state
 
@@ -96,13 +106,13 @@ def _segment(op, q, k, v, state, valid, C):
     if valid is not None:  # move the real tokens of each row to the right, in order
         real = torch.cat([start + torch.arange(P, device=q.device) >= 0, valid], 1)
         order = real.to(torch.uint8).argsort(dim=1, stable=True)
-        keys, values = _take(keys, order), _take(values, order)
-        q = _take(F.pad(q, (0, 0, P, 0)), order)[:, :, P:]
+        keys, values = take(keys, order), take(values, order)
+        q = take(F.pad(q, (0, 0, P, 0)), order)[:, :, P:]
         seen = state.seen + valid.sum(1)
         start = (seen - P - T)[:, None]
     place = start + torch.arange(P + T, device=q.device)  # [B, P + T]
     there = place >= first
-    sink_k, sink_v = _update_sinks(N, state, keys, values, start, first)
+    sink_k, sink_v = update_sinks(state, keys, values, start, first)
 
     n = math.ceil(T / C)
     pad = n * C - T
@@ -127,28 +137,6 @@ def _segment(op, q, k, v, state, valid, C):
         index = torch.where(order[:, P:] >= P, order[:, P:] - P, T)[:, None, :, None].expand_as(out)
         out = out.new_zeros(*out.shape[:2], T + 1, out.shape[-1]).scatter(2, index, out)[:, :, :T]
     return out, State(*carry, sink_k, sink_v, keys[:, :, T : T + P], values[:, :, T : T + P], seen)
-
-
-def _take(x, order):
-    """x [B, heads, L, d] with the L axis in the given order [B, L]."""
-    return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
-
-
-def _update_sinks(N, state, keys, values, start, first):
-    """The sink keys and values after the tokens `keys` [B, G, L, .] at positions start ..
-
-    start + L - 1.
-    """
-    if not N:
-        return state.sink_k, state.sink_v
-    slot = torch.arange(N, device=keys.device)
-    index = slot - start  # [B, N] where each sink lies in keys
-    fresh = ((slot >= first) & (index < keys.shape[2]))[:, None, :, None]
-    index = index.clamp(0, keys.shape[2] - 1)
-    return tuple(
-        torch.where(fresh, _take(x, index), old)
-        for x, old in ((keys, state.sink_k), (values, state.sink_v))
-    )
 
 
 def _chunks(x, heads, C):

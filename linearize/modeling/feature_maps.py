@@ -26,6 +26,7 @@ class FeatureMap(nn.Module):
     positive = "yes"  # "yes", or what else is known about the sign
     estimates_exp = False  # True: phi(q).phi(k) starts as an estimate of exp(scaling q.k)
     query_map = None  # the class of the queries' map, where it is another one
+    step_kernel = None  # the name under which the kernel of one token knows the map
 
     def __init__(self, num_heads, head_dim, feature_dim=None, *, scaling=None, seed=0):
         super().__init__()
@@ -78,8 +79,11 @@ class Hedgehog(FeatureMap):
     checkpoints have D/2, which reads half of each rotary pair.
     """
 
+    step_kernel = "hedgehog"
+
     def build(self):
         self.weight = nn.Parameter(torch.empty(self.num_heads, self.head_dim, self.feature_dim))
+        self.register_parameter("bias", None)
 
     def reset_parameters(self):
         init.copy_(self.weight, self.eye())
@@ -307,6 +311,7 @@ class Centroids(CentroidQueries):
     log_space = False
     estimates_exp = True
     query_map = CentroidQueries
+    step_kernel = "centroids"
     SHARPNESS = 4.0  # log odds that a key at the mean distance from its centroid gives up
     ROUNDS = 10  # of k-means
 

@@ -299,6 +299,30 @@ def linear_part(num, den, scale=0.0):
     return num / den, torch.where(counts, den.log() + scale, EMPTY)
 
 
+# ----------------------------------------------------------------------------- parts of the state
+def take(x, order):
+    """x [B, heads, L, d] with the L axis in the given order [B, L]."""
+    return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
+
+
+def update_sinks(state, keys, values, start, first):
+    """The sink keys and values after the tokens `keys` [B, G, L, .] at positions start ..
+
+    start + L - 1.
+    """
+    N = state.sink_k.shape[2]
+    if not N:
+        return state.sink_k, state.sink_v
+    slot = torch.arange(N, device=keys.device)
+    index = slot - start  # [B, N] where each sink lies in keys
+    fresh = ((slot >= first) & (index < keys.shape[2]))[:, None, :, None]
+    index = index.clamp(0, keys.shape[2] - 1)
+    return tuple(
+        torch.where(fresh, take(x, index), old)
+        for x, old in ((keys, state.sink_k), (values, state.sink_v))
+    )
+
+
 # ----------------------------------------------------------------------------------- recurrent form
 def fold(op, state, k, v, weight=None):
     """(S, z, shift) with the tokens k [B, G, n, D], v [B, G, n, Dv] added, weight [B, n] 0 or 1."""
