@@ -84,9 +84,9 @@ def evaluate(
     if documents is not None:
         found |= _on_text(model, tokenizer, documents, length, max_tokens, shared)
     if recall:
-        sizes = {} if limit is None else {"samples": limit}
-        where = {} if contexts is None else {"lengths": contexts}
-        found["recall"] = probing.recall(model, tokenizer, **where, **sizes, **shared)
+        given = {"samples": limit, "lengths": contexts}
+        sizes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+        found["recall"] = probing.recall(model, tokenizer, **sizes, **shared)
     if tasks:
         found["tasks"] = harness.harness(model, tokenizer, tasks, limit=limit, **shared)
     if efficiency:

@@ -107,7 +107,7 @@ def ablation(
         with_branch, without = (scores[table[n].answer] for n in ("converted", "window_only"))
         results["converted"]["linear_branch"] = with_branch.gain_over(without)
     if "swa_sinks_equal_bytes" in reported:
-        base_dtype = table["swa_sinks_equal_bytes"].model.dtype
+        base_dtype: Any = table["swa_sinks_equal_bytes"].model.dtype
         windows_of_layers = equal_bytes_windows(section, base_dtype)
         results["swa_sinks_equal_bytes"]["windows"] = list(windows_of_layers.values())
     if "control" in reported:

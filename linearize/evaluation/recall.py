@@ -142,7 +142,7 @@ def _score(
     return {name: torch.cat(parts, 1) for name, parts in sums.items()}
 
 
-def answer_scores(model: nn.Module, probes: Sequence[Probe], choices: Tensor) -> Tensor:
+def answer_scores(model: Any, probes: Sequence[Probe], choices: Tensor) -> Tensor:
     """Log-probability, choice accuracy and exact match of the answers, [3, B, R] in float64."""
     context = torch.stack([probe.context for probe in probes]).to(model.device)
     questions = torch.stack([probe.questions for probe in probes]).to(model.device)  # [B, R, q]

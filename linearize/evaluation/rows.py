@@ -22,6 +22,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,7 +74,7 @@ def choose_rows(
     if not linearized_modules(model):
         raise ValueError("rows: this model has no linearized layer; convert it first")
     section = LinearizeConfig.from_dict(model.config.linearize_config)
-    base = _linearized_base(model, base_model, section)
+    base: Any = _linearized_base(model, base_model, section)
     no_linear = partial(branches, linear=False)
     floor_sinks = section.sinks or FLOOR_SINKS
     if base is model and section.sinks > 0:
