@@ -18,8 +18,10 @@ _LAZY = {  # loaded on first use: they need peft, datasets or pydantic
     "finetune": "linearize.finetuning",
     "inspect": "linearize.inspection",
     "load_recipe": "linearize.recipe",
+    "restored": "linearize.restoration",
     "run": "linearize.stages",
     "save_adapter": "linearize.checkpoint",
+    "select": "linearize.selection",
     "transfer_attention": "linearize.transfer",
 }
 __all__ = ["FEATURE_MAPS", "branches", "convert", "teacher", *_LAZY]
