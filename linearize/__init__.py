@@ -33,8 +33,10 @@ _LAZY = {  # loaded on first use: they need torch, peft, datasets or pydantic
     "inspect": "linearize.inspection",
     "load_recipe": "linearize.recipe",
     "publish": "linearize.publishing",
+    "restored": "linearize.restoration",
     "run": "linearize.stages",
     "save_adapter": "linearize.checkpoint",
+    "select": "linearize.selection",
     "transfer_attention": "linearize.transfer",
 }
 __all__ = list(_LAZY)

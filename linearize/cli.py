@@ -207,6 +207,61 @@ def evaluate(
 
 
 @app.command()
+def select(
+    model: Model,
+    text: Annotated[str, typer.Option(help="Text or JSON-lines file to measure on.")],
+    base: Annotated[
+        str | None, typer.Option(help="Unconverted model; the teacher of a finetuned MODEL.")
+    ] = None,
+    unit: Annotated[str, typer.Option(help="head (key/value head) or layer.")] = "head",
+    layers: Annotated[str, typer.Option(help="all, or only units of these, as in 17,20.")] = "all",
+    budget: Annotated[int | None, typer.Option(help="Units that may stay softmax.")] = None,
+    cache_bytes: Annotated[int | None, typer.Option(help="Budget in bytes instead.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens at which bytes are counted.")] = 4096,
+    candidates: Annotated[int, typer.Option(help="Units scored again per step.")] = 8,
+    recall_weight: Annotated[float, typer.Option(help="Weight of recall; 0: without.")] = 1.0,
+    length: Length = 1024,
+    max_tokens: Annotated[int, typer.Option(help="Read only the first tokens.")] = 4096,
+    output: Annotated[Path | None, typer.Option(help="JSON file; a stop resumes from it.")] = None,
+    save_model: Annotated[Path | None, typer.Option(help="Folder for the hybrid model.")] = None,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    progress: Progress = True,
+    as_json: AsJson = False,
+) -> None:
+    """Ranks layers or heads by what restoring each to softmax gains; chooses some within a budget.
+
+    MODEL is converted and its new parameters are trained. Without a budget it only ranks.
+
+    [bold]Examples[/]
+
+    linearize select runs/quickstart/model --text book.txt --unit layer
+
+    linearize select runs/my/model --base models/my-base --text wiki.txt --budget 12
+    --output heads.json
+
+    linearize select runs/my/model --text wiki.txt --layers 17,18,20 --cache-bytes 8000000
+    --save-model runs/my/hybrid
+    """
+    _prepare()
+    from linearize import tables
+    from linearize.selection import select
+
+    chosen = _layers(layers)
+    if isinstance(chosen, str) and chosen != "all":
+        raise ValueError(f"--layers: {layers!r} is not a list of layers such as 17,20")
+    found = select(
+        model, text, base=base, unit=unit, layers=None if chosen == "all" else chosen,
+        budget=budget, cache_bytes=cache_bytes, context=context, candidates=candidates,
+        recall_weight=recall_weight, length=length, max_tokens=max_tokens, output=output,
+        save_model=save_model, dtype=dtype, device=device, trust_remote_code=trust_remote_code,
+        progress=progress,
+    )  # fmt: skip
+    _show(found, tables.selection, as_json)
+
+
+@app.command()
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(help="Beginning of the text.")],

@@ -125,6 +125,14 @@ def kv_bytes_per_token(shape: Mapping[str, Any], itemsize: int) -> int:
     return shape["num_key_value_heads"] * (shape["qk_dim"] + shape["v_dim"]) * itemsize
 
 
+def layer_bytes(section: LinearizeConfig, layer: int, dtype: torch.dtype, length: int) -> int:
+    """Bytes of a converted layer's cache per sequence after `length` tokens."""
+    shape = section.geometry[str(layer)]
+    token_bytes = kv_bytes_per_token(shape, dtype.itemsize) // shape["num_key_value_heads"]
+    kept = shape["num_key_value_heads"] - len(section.linear_heads(layer))
+    return state_bytes(section, layer, dtype) + kept * token_bytes * length
+
+
 def softmax_flops(shape: Mapping[str, Any], length: int) -> int:
     """Operations of causal softmax attention per token of a prefill of T tokens: H (D + Dv) T."""
     seen = min(length, 2 * shape.get("own_window", length))

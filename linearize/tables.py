@@ -304,6 +304,41 @@ def publication(found: Mapping[str, Any]) -> RenderableType:
     return Text("\n".join(lines))
 
 
+def selection(found: Mapping[str, Any]) -> RenderableType:
+    """The ranking, the choice step by step, and what a recipe says to convert that way."""
+    start = found["all_linear"]
+    headline = Text(
+        f"before: KL to the teacher {start['kl']:.4f} nats per token, recall {start['recall']:.3f} "
+        f"nats per answer behind it, {size(start['cache_bytes'])} of cache at "
+        f"{found['context']:,} tokens"
+    )
+    ranking = _table("restored alone", "score", "KL gain", "recall gain")
+    for row in found["ranking"]:
+        digits = ((row["score"], 3), (row["kl_gain"], 4), (row["recall_gain"], 3))
+        ranking.add_row(_unit(row, found["unit"]), *(fixed(x, n) for x, n in digits))
+    parts: list[RenderableType] = [headline, Text(), ranking, Text()]
+    if found["chosen"]:
+        chosen = _table("restored in turn", "score", "KL left", "recall left", "cache")
+        for row in found["chosen"]:
+            digits = ((row["score"], 3), (row["kl"], 4), (row["recall"], 3))
+            cells = [fixed(x, n) for x, n in digits]
+            chosen.add_row(_unit(row, found["unit"]), *cells, size(row["cache_bytes"]))
+        parts += [chosen, Text(), Text(recipe_lines(found["convert"]))]
+    return Group(*parts)
+
+
+def recipe_lines(convert: Mapping[str, Any]) -> str:
+    """The lines of a recipe's section `convert` that leave the chosen units softmax."""
+    heads = ", ".join(f"{layer}: {kept}" for layer, kept in convert["softmax_heads"].items())
+    lines = ["convert:", f"  layers: {convert['layers']}"]
+    return "\n".join([*lines, f"  softmax_heads: {{{heads}}}"] if heads else lines)
+
+
+def _unit(row: Mapping[str, Any], unit: str) -> str:
+    head = f", head {row['heads'][0]}" if unit == "head" else ""
+    return f"layer {row['layer']}{head}"
+
+
 def numbers(found: Mapping[str, Any]) -> Table:
     """Every number of a nested result, one line each."""
     table = _table("", "value")

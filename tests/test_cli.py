@@ -202,6 +202,24 @@ def test_run_names_a_tracker_that_nobody_knows(call, recipe):
     assert "report_to: paper is not supported, only" in err
 
 
+def test_select_ranks_chooses_and_saves(call, wide, converted, corpus, tmp_path):
+    where = ("--text", corpus, "--length", 16, "--device", "cpu", "--no-progress")
+    saved = ("--output", tmp_path / "heads.json", "--save-model", tmp_path / "hybrid")
+    code, out, _ = call("select", converted, *where, "--budget", 1, "--layers", "1", *saved)
+    assert code == 0
+    for text in ("restored alone", "layer 1, head 0", "restored in turn", "layers: [0, 1]"):
+        assert text in out
+    found = json.loads((tmp_path / "heads.json").read_text())
+    kept = found["convert"]["softmax_heads"]
+    assert f"softmax_heads: {{1: {kept['1']}}}" in out
+    config = json.loads((tmp_path / "hybrid" / "config.json").read_text())
+    assert config["linearize_config"]["softmax_heads"] == kept
+    code, out, _ = call("select", converted, *where, "--unit", "layer", "--json")
+    assert code == 0 and len(json.loads(out)["ranking"]) == 2
+    code, _, err = call("select", converted, *where, "--layers", "every:2")
+    assert code == 2 and "'every:2' is not a list of layers such as 17,20" in err
+
+
 def test_evaluate_a_converted_and_a_stock_model(call, wide, base, converted, corpus):
     options = ("--text", corpus, "--length", 16, "--device", "cpu", "--no-progress")
     code, out, _ = call("evaluate", converted, *options)
