@@ -90,7 +90,8 @@ def inspect(
         report = inspect(
             model, layers=_layers(layers), softmax_heads=_heads(softmax_heads or ()), window=window,
             sinks=sinks, feature_map=feature_map, feature_dim=feature_dim, mixing=mixing,
-            k_map=k_map, lengths=tuple(length or LENGTHS), dtype=dtype, trust_remote_code=trust_remote_code,
+            k_map=k_map, lengths=tuple(length or LENGTHS), dtype=dtype,
+            trust_remote_code=trust_remote_code,
         )  # fmt: skip
     from linearize import tables
 

@@ -22,8 +22,9 @@ SELF = "self"
 HELD_OUT = "held_out"
 
 FeatureMap = Literal[
-    "hedgehog", "hedgehog_exp", "t2r", "elu1", "relu", "taylor", "favor", "centroids"
-]
+    "hedgehog", "hedgehog_exp", "hedgehog_norm", "t2r", "elu1", "relu", "taylor", "favor",
+    "centroids",
+]  # fmt: skip
 Mixing = Literal["calibrated", "lolcats", "kernel"]
 KMap = Literal["kv_head", "q_head"]
 RecallTask = Literal["associative", "passkey", "needle", "key_value"]

@@ -15,11 +15,19 @@ from linearize.modeling.ops import Hybrid, empty_state
 
 # size of each map's projection in the tests: D = 6, Dv = 5 and F differ where they can
 FEATURE_DIMS = {
-    "hedgehog": 4, "hedgehog_exp": 4, "t2r": 7, "elu1": None, "relu": None, "taylor": 3, "favor": 9,
-    "centroids": 7,
+    "hedgehog": 4, "hedgehog_exp": 4, "hedgehog_norm": 4, "t2r": 7, "elu1": None, "relu": None,
+    "taylor": 3, "favor": 9, "centroids": 7,
 }  # fmt: skip
 LOG_SPACE = ("hedgehog_exp", "favor")  # of keys and queries
-ALWAYS_POSITIVE = ("hedgehog", "hedgehog_exp", "elu1", "taylor", "favor", "centroids")
+ALWAYS_POSITIVE = (
+    "hedgehog",
+    "hedgehog_exp",
+    "hedgehog_norm",
+    "elu1",
+    "taylor",
+    "favor",
+    "centroids",
+)
 
 
 def plain_features(name, module, head, x):
@@ -33,13 +41,16 @@ def plain_features(name, module, head, x):
         omega = module.omega.to(x.dtype)
         return torch.exp(y @ omega.T - (y * y).sum(1, keepdim=True) / 2) / math.sqrt(omega.shape[0])
     weight = module.weight[head]
-    if name == "hedgehog":
+    if name in ("hedgehog", "hedgehog_norm"):
         z = x @ weight
         halves = [
             z.exp() / z.exp().sum(1, keepdim=True),
             (-z).exp() / (-z).exp().sum(1, keepdim=True),
         ]
-        return torch.cat(halves, 1)
+        features = torch.cat(halves, 1)
+        if name == "hedgehog":
+            return features
+        return features * ((x * x).sum(1) / (features * features).sum(1)).sqrt()[:, None]
     if name == "taylor":
         y = math.sqrt(module.scaling) * (x @ weight)
         outer = (y[:, :, None] * y[:, None, :]).flatten(1)

@@ -57,6 +57,7 @@ def test_there_are_recipes():
         "quickstart.yaml",
         "smollm2-135m-centroids-w64.yaml",
         "smollm2-135m-hedgehog-w64.yaml",
+        "smollm2-135m-lolcats-w64.yaml",
     } <= {file.name for file in RECIPES}
 
 

@@ -99,6 +99,22 @@ class Hedgehog(FeatureMap):
         return halves.softmax(-1).flatten(-2)
 
 
+class HedgehogNorm(Hedgehog):
+    """The direction of `Hedgehog` with the length of its input, |x| f(x) / |f(x)|: non-negative.
+
+    The norm-preserving map of STILL, arXiv:2602.02180: softmax halves forget how long a key or a
+    query was. Differs: f is `Hedgehog`.
+    """
+
+    positive = "non-negative"  # zero for x = 0 alone
+
+    def forward(self, x):
+        features = super().forward(x)
+        (x,) = _compute(x)
+        length = x.norm(dim=-1, keepdim=True) / features.norm(dim=-1, keepdim=True)
+        return features * length
+
+
 class HedgehogExp(FeatureMap):
     """The exponential with mirrored features, [exp(xW + b), exp(-xW - b)]: positive, unbounded,
     kept as logarithms.
@@ -379,6 +395,7 @@ def k_means(x, count, rounds, seed):
 FEATURE_MAPS = {
     "hedgehog": Hedgehog,
     "hedgehog_exp": HedgehogExp,
+    "hedgehog_norm": HedgehogNorm,
     "t2r": T2R,
     "elu1": Elu1,
     "relu": Relu,
