@@ -69,7 +69,9 @@ def test_one_short_text_is_enough(tmp_path):
     text = " ".join(WORDS[:20])
     picture_teacher(model, tokenizer, text, fidelity(model, tokenizer, text), tmp_path)
     assert [len(pieces) for pieces in read_pictures(tmp_path).texts] == [20]
-    picture_teacher(model, tokenizer, TEXT, fidelity(model, tokenizer, TEXT), tmp_path, max_length=12)
+    picture_teacher(
+        model, tokenizer, TEXT, fidelity(model, tokenizer, TEXT), tmp_path, max_length=12
+    )
     assert [len(pieces) for pieces in read_pictures(tmp_path).texts] == [12, 12, 12]
 
 

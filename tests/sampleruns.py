@@ -1,4 +1,4 @@
-"""Run directories for the tests of reports: small, made up, and with everything that a page shows."""
+"""Run directories for the tests of reports: small, made up, with all that a page can show."""
 
 import json
 
@@ -28,20 +28,27 @@ def row(perplexity, kl, **more):
 
 
 def table():
-    gains = [{"from": low, "to": high, "gain": 0.1, "gain_se": 0.01} for low, high in PLACES.values()]
+    gains = [
+        {"from": low, "to": high, "gain": 0.1, "gain_se": 0.01} for low, high in PLACES.values()
+    ]
     branch = {"gain": 0.2, "gain_se": 0.01, "buckets": gains}
     return {
         "teacher": row(20.0, 0.0),
         "converted": row(24.0, 0.1, linear_branch=branch),
         "window_only": row(30.0, 0.3),
-        "linear_only": row("inf", 3.0) | {"perplexity_se": None},
+        "linear_only": row(999.0, 3.0) | {"perplexity": "inf", "perplexity_se": None},
         "swa_sinks": row(29.0, 0.3),
     }
 
 
 def history(layers=(0, 1)):
     return [
-        {"step": i, "tokens": 100 * i, "loss": 1 / i, "layers": {str(n): (n + 1) / i for n in layers}}
+        {
+            "step": i,
+            "tokens": 100 * i,
+            "loss": 1 / i,
+            "layers": {str(n): (n + 1) / i for n in layers},
+        }
         for i in (1, 2, 3)
     ]
 
@@ -51,7 +58,9 @@ def recall():
         {"from": low, "to": high, "choice_accuracy": 0.5, "choice_accuracy_se": 0.1}
         for low, high in PLACES.values()
     ]
-    cells = [{"task": "pairs", "length": n, "rows": {"teacher": {"buckets": places}}} for n in (8, 16)]
+    cells = [
+        {"task": "pairs", "length": n, "rows": {"teacher": {"buckets": places}}} for n in (8, 16)
+    ]
     return {"cells": cells, "chance": 0.1}
 
 
@@ -74,7 +83,9 @@ def results(**more):
         "hardware": "a computer",
         "seconds_by_step": {"transfer": 12.0},
         "data": {
-            "train": {"sources": [{"name": "/home/somebody/text.txt", "documents": 3, "sha256": "cd"}]}
+            "train": {
+                "sources": [{"name": "/home/somebody/text.txt", "documents": 3, "sha256": "cd"}]
+            }
         },
         "transfer": {"tokens": 300, "history": history()},
         "finetune": {"tokens": 200, "history": [{"tokens": 100, "loss": 0.5, "kl": 0.5}]},
