@@ -16,12 +16,14 @@ def test_measures_are_those_of_the_definition():
     assert set(found) == set(MEASURES)
     assert all(values.shape == (2, 4) for values in found.values())
     seen = {}
-    with transfer(
-        model,
-        lambda module, *args, **kwargs: seen.update({module.layer_idx: (module, args, kwargs)}),
+    with (
+        transfer(
+            model,
+            lambda module, *args, **kwargs: seen.update({module.layer_idx: (module, args, kwargs)}),
+        ),
+        torch.no_grad(),
     ):
-        with torch.no_grad():
-            model(ids[:, :39], use_cache=False)
+        model(ids[:, :39], use_cache=False)
     module, (q, k, v, out), inputs = seen[1]
     inputs.pop("attention_mask")
     queries = torch.arange(6, 39)[None]
