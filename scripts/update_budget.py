@@ -39,7 +39,7 @@ def main():
 
 def section():
     """Both tables, as Markdown."""
-    plain, again = estimate(False), estimate(True)
+    plain, again = estimate(), estimate("transfer=null", gradient_checkpointing=True)
     columns = {
         "stage 1": plain["transfer"],
         "stage 2": plain["finetune"],
@@ -49,23 +49,22 @@ def section():
         f"{getattr(load_recipe(RECIPE), name).batch_size} in stage {number}"
         for number, name in ((1, "transfer"), (2, "finetune"))
     )
-    return "\n\n".join(
-        [
-            "`python scripts/update_budget.py`, from `linearize inspect "
-            f"recipes/{RECIPE.name}`: rows of {plain['length']:,} tokens, {batches}.",
-            needs_table(columns),
-            f"Estimated hours at {UTILISATION:.0%} of the peak, and whether it fits with "
-            f"{FREE:.0%} of the card left free:",
-            cards_table(columns),
-        ]
+    needs = (
+        "`python scripts/update_budget.py`, from `linearize inspect "
+        f"recipes/{RECIPE.name}`: rows of {plain['length']:,} tokens, {batches}."
     )
+    hours = (
+        f"Estimated hours at {UTILISATION:.0%} of the peak, and whether it fits with "
+        f"{FREE:.0%} of the card left free:"
+    )
+    return "\n\n".join([needs, needs_table(columns), hours, cards_table(columns)])
 
 
-def estimate(gradient_checkpointing):
+def estimate(*overrides, gradient_checkpointing=False):
     """The budget of the recipe."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(CONFIG, Path(folder) / "config.json")
-        recipe = load_recipe(RECIPE, [f"model.path={folder}"])
+        recipe = load_recipe(RECIPE, [f"model.path={folder}", *overrides])
         return preview(recipe, gradient_checkpointing=gradient_checkpointing)["training"]
 
 

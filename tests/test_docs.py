@@ -1,13 +1,19 @@
 """The docs say what is so: links, commands, code, recipes, tables, where figures come from."""
 
+import ast
 import importlib
 import re
 import shlex
+import subprocess
+import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import click
 import pytest
 import typer
+from families import ALL_FULL, CHUNKED, MIXED, SLIDING
+from test_scripts import load
 
 import linearize
 from linearize.cli import app
@@ -18,7 +24,10 @@ from linearize.recipe import describe, load_recipe
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-FIGURES = [ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "log.md"]
+FIGURES = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{page}.md" for page in ("results", "log", "first-8b")),
+]
 LATER = (  # first line of a block that needs what another command leaves behind
     "# after the quickstart",
     "# after publishing",
@@ -90,9 +99,14 @@ OURS = {shlex.join(words): words for words in commands() if words[0] == "lineari
 @pytest.mark.parametrize("words", OURS.values(), ids=OURS)
 def test_a_linearize_command_has_these_options(words):
     group = typer.main.get_command(app)
+    if words[1].startswith("--"):
+        assert words[1] in {name for option in group.params for name in option.opts}
+        return
     command = group.commands[words[1]]
     context = click.Context(group, info_name="linearize")
     arguments = words[2 : words.index(">")] if ">" in words else words[2:]
+    if arguments == ["--help"]:
+        return
     with command.make_context(words[1], list(arguments), parent=context) as parsed:
         assert parsed.params
 
@@ -138,6 +152,25 @@ def test_every_family_stands_in_the_docs():
     assert f"{len(FAMILIES)} causal families" in read("README.md")
 
 
+def test_notes_of_the_families_are_those_of_the_tested_configs():
+    page = read("docs/families.md").partition("| `model_type` |")[2].partition("\n\n")[0]
+    notes = dict(re.findall(r"^\| `(\w+)` \| ?(.*?) ?\|$", page, re.MULTILINE))
+    for family, settings in ALL_FULL.items():
+        kinds = MIXED.get(family, {}).get("layer_types", ())
+        experts = any("experts" in key for key in settings)
+        assert ("mixture of experts" in notes[family]) == experts, family
+        assert ("sliding layers stay softmax" in notes[family]) == (SLIDING in kinds), family
+        assert ("chunked layers stay softmax" in notes[family]) == (CHUNKED in kinds), family
+        assert ("convolution layers stay" in notes[family]) == ("conv" in kinds), family
+
+
+def test_every_recipe_stands_in_the_docs():
+    page = read("docs/recipes.md").partition("## The recipes that come with it")[2]
+    for file in (ROOT / "recipes").glob("*.yaml"):
+        short = file.name.removesuffix("-centroids-w64.yaml")
+        assert f"`{file.name}`" in page or f"`{short}`" in page, file.name
+
+
 def test_every_refused_family_stands_in_the_docs():
     assert set(REFUSED) <= set(first_column("docs/families.md", "## Refused"))
 
@@ -166,6 +199,78 @@ def test_every_module_stands_in_the_architecture():
     page = read("docs/architecture.md")
     modules = [*(ROOT / "linearize").glob("*.py"), *(ROOT / "linearize" / "modeling").glob("*.py")]
     assert [path.name for path in modules if not re.search(rf"^ +{path.name} ", page, re.M)] == []
+
+
+def messages():
+    """Every text in the package, with `…` where a value is filled in."""
+    found = set()
+    for file in (ROOT / "linearize").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else "…" for p in node.values)
+                found.add("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+def test_every_message_of_troubleshooting_is_one_of_the_package():
+    rows = re.findall(r"^\| `(.+?)` \| (.+) \| (.+) \|$", read("docs/troubleshooting.md"), re.M)
+    assert len(rows) > 30 and len({message for message, *_ in rows}) == len(rows)
+    known = messages()
+    assert [m for m, *_ in rows if not any(m in text for text in known)] == []
+
+
+class Page(HTMLParser):
+    """Anchors and links of one page of the site."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.ids, self.links = set(), set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.ids |= {attrs[key] for key in ("id", "name") if attrs.get(key)}
+        self.links |= {attrs[key] for key in ("href", "src") if attrs.get(key)}
+
+
+@pytest.mark.slow
+def test_the_site_builds_and_its_links_lead_somewhere(tmp_path):
+    pytest.importorskip("zensical", reason='needs pip install -e ".[docs]"')
+    config = read("zensical.toml").replace(
+        "[project]", f'[project]\ndocs_dir = "{ROOT / "docs"}"\nsite_dir = "{tmp_path / "site"}"'
+    )
+    (tmp_path / "zensical.toml").write_text(config, encoding="utf-8")
+    command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
+    command += ["--config-file", str(tmp_path / "zensical.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    site = tmp_path / "site"
+    pages = {path: Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
+    assert {path.parent.name for path in pages} >= {
+        path.stem for path in ROOT.glob("docs/[!i]*.md")
+    }
+    lost = []
+    for path, page in pages.items():
+        for link in page.links:
+            if re.match(r"[a-z]+:|//", link):
+                continue
+            file, _, anchor = link.partition("#")
+            goal = (path.parent / file.partition("?")[0]).resolve() if file else path
+            goal = goal / "index.html" if goal.is_dir() else goal
+            if not goal.is_file() or (anchor and anchor not in pages[goal].ids):
+                lost.append(f"{path.relative_to(site)}: {link}")
+    assert lost == []
+    assert 'id="linearize.conversion.convert"' in (site / "api" / "index.html").read_text()
+    assert 'class="mermaid"' in (site / "concepts" / "index.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_budget_in_the_docs_is_what_inspect_computes():
+    page = read("docs/first-8b.md")
+    script = load("update_budget")
+    assert page.partition(script.BEGIN)[2].partition(script.END)[0].strip() == script.section()
 
 
 @pytest.mark.parametrize("path", FIGURES, ids=name)
