@@ -1,5 +1,13 @@
-"""Fixtures and small models that many tests share."""
+"""Fixtures and small models that many tests share, and which tests of kernels run.
 
+TRITON_INTERPRET is read when a kernel is decorated, so a process can either interpret kernels or
+compile them:
+
+    TRITON_INTERPRET=1 pytest tests/kernels     on the CPU, against the definition
+    TRITON_INTERPRET=0 pytest tests/kernels     for GPUs that are not here, against budgets.json
+"""
+
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +18,16 @@ from linearize import convert
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
+INTERPRET = {"test_interpreted": "1", "test_compiled": "0"}  # the kernel tests' TRITON_INTERPRET
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton 3.9 does, and warns about
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        value = INTERPRET.get(item.path.stem)
+        if value is not None and os.environ.get("TRITON_INTERPRET") != value:
+            reason = f"runs with TRITON_INTERPRET={value}, see tests/conftest.py"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture

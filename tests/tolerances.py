@@ -17,4 +17,5 @@ GUARD = 1e-3  # what switching the linear branch off must change, or the test pr
 TEACHER = 1e-5  # softmax mode against the original model
 ACCUMULATION = 1e-5  # relative: micro-batches against the large batch
 FLOAT16_KERNEL = 4e-3  # kernels with fp16 inputs, features and prefix states in 16 bits: outputs
-BFLOAT16_KERNEL = 2e-2  # the same in bf16; both also for gradients
+BFLOAT16_KERNEL = 2e-2  # the same in bf16, and gradients of both
+SHARP_FLOAT32 = 2e-4  # q, k, v of size 6, logits around 100, fp32 against float64, gradients too

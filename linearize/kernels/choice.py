@@ -17,6 +17,7 @@ import torch
 from . import operators
 from .configs import TABLE, architecture, interpreted
 
+INSTALLED = importlib.util.find_spec("triton") is not None
 MODES = ("auto", "torch", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_HEAD, LARGEST_FEATURES, MOST_SINKS = 128, 256, 64
@@ -107,7 +108,7 @@ def _decide(what, q, v, reason, function, mode):
 
 def _unavailable(device, mode):
     """Why the kernels cannot run here, or None."""
-    if importlib.util.find_spec("triton") is None:
+    if not INSTALLED:
         return "Triton is not installed (pip install triton)"
     if interpreted() and mode == "triton":
         return None

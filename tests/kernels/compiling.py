@@ -1,20 +1,25 @@
 """Compiles the kernels for GPUs that are not here, and reads what they would need there.
 
+    python tests/kernels/compiling.py [part of a name]     writes budgets.json
+
 Only in a process without TRITON_INTERPRET, which is read when a kernel is decorated.
 """
 
 import importlib
+import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
+import torch
 import triton
 import triton.compiler
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 
-from linearize.kernels.configs import choose
+from linearize.kernels.configs import CHUNK, choose, padded
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -22,6 +27,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 SHARED_BYTES = {"sm_80": 166912, "sm_90": 232448, "gfx942": 65536}  # that one program may use
+SHAPE = dict(H=32, G=8, N=4)
 KERNELS = {  # operation: (module, function, row of the table)
     "state": ("state", "state_forward", "state"),
     "out": ("out", "output_forward", "out"),
@@ -31,12 +37,23 @@ KERNELS = {  # operation: (module, function, row of the table)
     "keys_backward": ("backward", "keys_backward", "keys"),
     "sinks_backward": ("backward", "sinks_backward", "sinks"),
     "features_backward": ("backward", "features_backward", "features"),
+    "step": ("decode", "step_forward", "step"),
 }
-WIDE = set("S0 Z0 HZ S1 Z1 SCALE BETA ALPHA M LSE DEN DELTA E DS1 DZ1 DHZ DS0 DZ0 DV_ Y_".split())
+WIDE = set("S0 Z0 HZ S1 Z1 SCALE BETA ALPHA M LSE DEN DELTA E DS1 DZ1 DHZ DS0 DZ0 DV_ Y_ S Z MQ MK BIAS_Q BIAS_K".split())
 TENSOR_CORES = {"sm_80": "mma.sync", "sm_90": r"wgmma.mma_async|mma.sync", "gfx942": "v_mfma"}
 
 
-def argument_type(name, kernel, narrow):
+def names():
+    """All kernels for all architectures and head sizes, with W = 64 and 128 features."""
+    return [f"{arch} {kernel} D{D}" for arch in TARGETS for D in (64, 128) for kernel in KERNELS]
+
+
+def measured(kernel, arch, D):
+    """The figures of one of `names`."""
+    return figures(compiled(kernel, arch, D=D, F=128, W=64), arch)
+
+
+def argument_type(name, kernel):
     """The type of an argument that is not a constant."""
     if name == "SEEN":
         return "*i64"
@@ -46,28 +63,33 @@ def argument_type(name, kernel, narrow):
         return "*fp32"
     if name == "scaling":
         return "fp32"
-    return f"*{narrow}" if name.isupper() and name not in ("T", "L") else "i32"
+    return "*bf16" if name.isupper() and name not in ("T", "L") else "i32"
 
 
-def compiled(kernel, arch, *, D, F, W, N=4, H=32, G=8, HS=8, narrow="bf16", C=64, **overrides):
-    """The compiled kernel for one architecture and shape; overrides replace the table's."""
+def compiled(kernel, arch, *, D, F, W, HS=8, **overrides):
+    """The compiled kernel for bf16 inputs, one architecture and one shape; overrides replace the
+    table's tiles and options. For `step`, F is the size of the map's projection.
+    """
     module, function, operation = KERNELS[kernel]
     function = getattr(importlib.import_module(f"linearize.kernels.{module}"), function)
-    like = type("Like", (), {"dtype": getattr(__import__("torch"), {"bf16": "bfloat16"}[narrow])})
-    meta = choose(operation, like, F=F, DV=D, D=D, N=N, arch=arch).meta | overrides
+    like = torch.empty(0, dtype=torch.bfloat16)
+    meta = choose(operation, like, F=F, DV=D, D=D, N=SHAPE["N"], arch=arch).meta | overrides
     options = {key: meta.pop(key) for key in ("num_warps", "num_stages")}
-    shape = dict(H=H, G=G, HS=HS, D=D, DV=D, F=F, C=C, W=W, P=W - 1, N=N, SCALED=True, SAVE=True)
-    constants = {p.name: (shape | meta | {"PREC": "ieee"}).get(p.name) for p in function.params}
-    constants = {name: value for name, value in constants.items() if value is not None}
+    constants = SHAPE | meta | dict(
+        HS=HS, D=D, DV=D, F=F, f=F, C=CHUNK, W=W, P=W - 1, RP=padded(SHAPE["H"] // HS),
+        SCALED=True, SAVE=True, HEDGEHOG=False, PREC="ieee",
+        PREC_STATE="ieee" if arch == "gfx942" else "tf32x3",
+    )  # fmt: skip
+    constants = {p.name: constants[p.name] for p in function.params if p.name in constants}
     signature = {
-        p.name: "constexpr" if p.name in constants else argument_type(p.name, kernel, narrow)
+        p.name: "constexpr" if p.name in constants else argument_type(p.name, kernel)
         for p in function.params
     }
     # as at a launch with aligned tensors: without the hints loads are scalar
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, (name, kind) in enumerate(signature.items())
-        if kind[0] == "*" or name[1:] in ("_b", "_h", "_t")
+        if kind[0] == "*" or name[1:] in ("_b", "_h", "_g", "_t")
     }
     source = triton.compiler.ASTSource(
         fn=function, signature=signature, constexprs=constants, attrs=aligned
@@ -106,3 +128,15 @@ def _ptxas(text, arch):
     )
     registers = int(re.search(r"Used (\d+) registers", said)[1])
     return dict(registers=registers, spills=max(stores, loads), stack=stack)
+
+
+if __name__ == "__main__":
+    file = Path(__file__).parent / "budgets.json"
+    budgets = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    for name in names():
+        if len(sys.argv) < 2 or sys.argv[1] in name:
+            arch, kernel, size = name.split()
+            budgets[name] = measured(kernel, arch, int(size[1:]))
+            print(name, budgets[name], flush=True)
+            ordered = {name: budgets[name] for name in names() if name in budgets}
+            file.write_text(json.dumps(ordered, indent=2) + "\n", encoding="utf-8")
