@@ -85,7 +85,8 @@ def test_every_third_party_import_is_a_declared_dependency():
     declared = {Requirement(line).name for line in PROJECT["dependencies"]}
     used = set().union(*(third_party(imported_packages(path)) for path in MODULES))
     needed_by_trainer = {"accelerate"}
-    assert used - {"yaml"} | {"pyyaml"} | needed_by_trainer == declared
+    brought_by_torch = {"triton"}  # its builds for GPUs; imported when a kernel runs
+    assert used - {"yaml"} - brought_by_torch | {"pyyaml"} | needed_by_trainer == declared
 
 
 def test_importing_the_package_is_light():

@@ -36,6 +36,4 @@ def store_rows(X, tile, rows, cols, there, WIDTH: tl.constexpr, PADDED: tl.const
     mask = there[:, None]
     if PADDED != WIDTH:
         mask = mask & (cols < WIDTH)[None, :]
-    tl.store(
-        X + rows[:, None] * stride + cols[None, :], tile.to(X.dtype.element_ty), mask=mask
-    )
+    tl.store(X + rows[:, None] * stride + cols[None, :], tile.to(X.dtype.element_ty), mask=mask)
