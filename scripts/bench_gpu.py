@@ -1,6 +1,7 @@
 """Proves the GPU kernels on the GPU that is here, then times them.
 
     python scripts/bench_gpu.py --output bench.json         needs torch, triton and transformers
+    python scripts/bench_gpu.py --roofline                  bounds on paper, no GPU
     python scripts/bench_gpu.py --dry-run                   the same on a CPU, torch path, tiny
 
 Correctness comes first: outputs, every gradient, the state and the step of each shape against the
@@ -25,7 +26,16 @@ import torch
 import torch.nn.functional as F
 
 from linearize.kernels.configs import architecture
-from linearize.kernels.roofline import DEVICES, Shape, prefill, seconds, step_bytes
+from linearize.kernels.roofline import (
+    DEVICES,
+    Shape,
+    break_even_tokens,
+    prefill,
+    seconds,
+    softmax_prefill_flops,
+    softmax_step_bytes,
+    step_bytes,
+)
 from linearize.modeling.accelerated import step_in_place
 from linearize.modeling.attention import LinearizedHeads
 from linearize.modeling.chunked import hybrid_chunked
@@ -211,6 +221,35 @@ def measure(device, tiny, late):
     return rows
 
 
+def roofline():
+    """Prints the bounds of an 8B model's layer (32/8 heads of size 128, W = 64, bf16)."""
+    heads = dict(H=32, G=8, D=128, Dv=128)
+    print(
+        "| state | F | MB per step and sequence | softmax moves less below | bytes at 8k, 32k, 128k |"
+    )
+    print("|---|---|---|---|---|")
+    for (name, HS), size in itertools.product((("kv_head", 8), ("q_head", 32)), (128, 256)):
+        s = Shape(B=1, T=1, HS=HS, F=size, **heads)
+        ratios = [
+            softmax_step_bytes(Shape(B=1, T=T, HS=HS, F=size, **heads)) / step_bytes(s)
+            for T in (8192, 32768, 131072)
+        ]
+        ratios = ", ".join(f"{ratio:.0f}x" for ratio in ratios)
+        print(
+            f"| {name} | {size} | {step_bytes(s) / 1e6:.2f} | {break_even_tokens(s)} | {ratios} |"
+        )
+    print("\n| prefill, F = 256 | " + " | ".join(f"{d}: ours, softmax" for d in DEVICES) + " |")
+    print("|---" * (1 + len(DEVICES)) + "|")
+    for T in (1024, 8192, 32768, 131072):
+        s = Shape(B=1, T=T, HS=8, F=256, **heads)
+        cells = [
+            f"{seconds(prefill(s), d) * 1e3:.3f} ms, {softmax_prefill_flops(s) / f * 1e3:.3f} ms"
+            for d, (_, f) in DEVICES.items()
+        ]
+        print(f"| {T} | " + " | ".join(cells) + " |")
+    return 0
+
+
 def environment(device):
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
@@ -231,7 +270,10 @@ def main(arguments=None):
     parser.add_argument("--output", type=Path, default=Path("bench_gpu.json"))
     parser.add_argument("--minutes", type=float, default=8, help="no measurement starts later")
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, torch path, tiny shapes")
+    parser.add_argument("--roofline", action="store_true", help="print bounds on paper, and stop")
     options = parser.parse_args(arguments)
+    if options.roofline:
+        return roofline()
     if not (options.dry_run or torch.cuda.is_available()):
         parser.error("no GPU here; --dry-run takes the same steps on a CPU")
     end = time.monotonic() + 60 * options.minutes
