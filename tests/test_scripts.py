@@ -161,3 +161,28 @@ def test_maps_are_compared_on_the_layers_of_a_model(tmp_path, monkeypatch, capsy
     floor = rows["window + sinks"]
     for name in settings:
         assert all(x < y for x, y in zip(rows[name], floor)), rows
+
+
+def test_the_gpu_benchmark_takes_its_steps_on_a_cpu(tmp_path, capsys):
+    file = tmp_path / "bench.json"
+    assert load("bench_gpu").main(["--dry-run", "--output", str(file)]) == 0
+    result = json.loads(file.read_text(encoding="utf-8"))
+    assert all(row["passed"] for row in result["checks"])
+    assert {row["what"] for row in result["timings"]} == {"prefill", "step", "training"}
+    assert "ok  centroids float32" in capsys.readouterr().out
+
+
+def test_the_gpu_benchmark_times_nothing_that_is_wrong(tmp_path, monkeypatch, capsys):
+    script, file = load("bench_gpu"), tmp_path / "bench.json"
+    monkeypatch.setattr(script, "TOLERANCE", {torch.float32: 1e-20})
+    assert script.main(["--dry-run", "--output", str(file)]) == 1
+    assert "timings" not in json.loads(file.read_text(encoding="utf-8"))
+    assert "wrong results" in capsys.readouterr().out
+
+
+def test_the_gpu_benchmark_needs_a_gpu(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SystemExit):
+        load("bench_gpu").main([])
+    assert "--dry-run" in capsys.readouterr().err

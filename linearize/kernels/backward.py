@@ -1,12 +1,12 @@
 """Gradients of the outputs. No atomics: a program owns what it writes, so two runs agree bitwise.
 
-Legend as in `out`. With probabilities p = exp(s - lse) of exact keys and fq.fk / den of linear ones,
-and delta = do.o,
+Legend as in `out`. With probabilities p = exp(s - lse) of exact keys and fq.fk / den of linear
+ones, and delta = do.o,
 
     dv_s  = sum_t p_ts do_t                       dp_ts = do_t.v_s - delta_t
     ds_ts = p_ts dp_ts + [s is the best key of t] (alpha - 1) E_t
     dfq_t = sum_s dp_ts fk_s / den_t              dfk_s = sum_t dp_ts fq_t / den_t
-    E_t   = share_linear X_t - share_exact Y_t,   X = sum of p dp over exact keys, Y over linear ones
+    E_t   = share_linear X_t - share_exact Y_t,   X = sum of p dp over exact keys, Y over linear
 
 E_t is the gradient of the exact part's log mass beta + alpha m + ..: dbeta = sum E, dalpha = sum m
 E, and -E_t that of the row's log scale. In exact arithmetic E = X = -Y; the combination is free of
@@ -30,7 +30,7 @@ def _probabilities(scores, lse, visible):
 
 @triton.jit
 def queries_backward(
-    V, FQ, FK, SEEN, HST, HZ, O, DO, DEN, DFQ, DELTA, Y_,
+    V, FQ, FK, SEEN, HST, HZ, OUT, DO, DEN, DFQ, DELTA, Y_,
     o_b, o_h, o_t, d_b, d_h, d_t, T, chunks,
     H: tl.constexpr, G: tl.constexpr, HS: tl.constexpr, DV: tl.constexpr, F: tl.constexpr,
     C: tl.constexpr, P: tl.constexpr, N: tl.constexpr, VP: tl.constexpr, FP: tl.constexpr,
@@ -46,7 +46,7 @@ def queries_backward(
     real = t < T
     low = N + P - tl.load(SEEN + b).to(tl.int32)
     do = load_rows(DO + b * d_b + h * d_h, t, rv, real, DV, VP, d_t)
-    o = load_rows(O + b * o_b + h * o_h, t, rv, real, DV, VP, o_t)
+    o = load_rows(OUT + b * o_b + h * o_h, t, rv, real, DV, VP, o_t)
     delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
     inverse = 1.0 / tl.load(DEN + i_h * T + t, mask=real, other=1.0)
     v = load_columns(V + (b * G + h // (H // G)) * (T + P) * DV, t, rv, real, DV, VP, DV)
@@ -72,7 +72,7 @@ def queries_backward(
 
 @triton.jit
 def _add_keys(dq, X, share, q, do, k, v, lse, delta, visible, scaling, PREC: tl.constexpr):
-    """dq, X and the share of the exact part with one more tile of keys k [keys, D], v [Dv, keys]."""
+    """dq, X and the share of the exact part with one more tile of k [keys, D], v [Dv, keys]."""
     s = tl.dot(q, tl.trans(k), input_precision=PREC) * scaling
     p = _probabilities(s, lse[:, None], visible)
     ds = p * (tl.dot(do, v, input_precision=PREC) - delta[:, None])

@@ -100,7 +100,8 @@ def _decide(what, q, v, reason, function, mode):
         return function
     if mode == "triton":
         raise ValueError(
-            f"LINEARIZE_KERNELS: the kernels cannot do this {what}: {reason}; set it to auto or torch"
+            f"LINEARIZE_KERNELS: the kernels cannot do this ({what}): {reason}; "
+            "set it to auto or torch"
         )
     _say(f"{what}: torch ({reason})")
     return None

@@ -1,5 +1,5 @@
-"""The static table of tile sizes, warps and stages, per architecture: no autotuning, so a call never
-compiles more than it runs, and numerics do not depend on timing.
+"""The static table of tile sizes, warps and stages, per architecture: no autotuning, so a call
+never compiles more than it runs, and numerics do not depend on timing.
 
 Legend: D head size, Dv value size, F features, C chunk, N sinks; ..P padded, B.. tile sizes.
 """

@@ -31,14 +31,14 @@ def _project(X, W, BIAS, rd, rf, D: tl.constexpr, f: tl.constexpr, BIASED: tl.co
 
 
 @triton.jit
-def _attend(m, l, acc, q, k, v, visible, scale, PREC: tl.constexpr):
+def _attend(m, mass, acc, q, k, v, visible, scale, PREC: tl.constexpr):
     """One tile of keys k [D, keys] and values into the running softmax in base 2."""
     scores = tl.where(visible[None, :], tl.dot(q, k, input_precision=PREC) * scale, float("-inf"))
     new = tl.maximum(m, tl.max(scores, 1))
     decay = tl.exp2(m - new)
     p = tl.exp2(scores - new[:, None])
     acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=PREC)
-    return new, l * decay + tl.sum(p, 1), acc
+    return new, mass * decay + tl.sum(p, 1), acc
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def shift_windows(
 
 @triton.jit
 def step_forward(
-    Q, K, V, MQ, BIAS_Q, MK, BIAS_K, BETA, ALPHA, S, Z, SK, SV, WK_, WV_, SEEN, O,
+    Q, K, V, MQ, BIAS_Q, MK, BIAS_K, BETA, ALPHA, S, Z, SK, SV, WK_, WV_, SEEN, OUT,
     q_b, q_h, k_b, k_g, v_b, v_g, scaling,
     H: tl.constexpr, G: tl.constexpr, HS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     f: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
@@ -97,14 +97,14 @@ def step_forward(
 
     # exact: the new key, the sinks, the window
     m = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * (scaling * LOG2E)
-    l = tl.full([RP], 1.0, tl.float32)
+    mass = tl.full([RP], 1.0, tl.float32)
     acc = tl.zeros([RP, VP], tl.float32) + v.to(tl.float32)[None, :]
     if N > 0:
         rn = tl.arange(0, BN)
         old = (rn < N) & (rn < seen)
         sk = load_columns(SK, rn, rd, old, D, DP, D)
         sv = load_rows(SV, rn, rv, old, DV, VP, DV)
-        m, l, acc = _attend(m, l, acc, q, sk, sv, old, scaling * LOG2E, PREC)
+        m, mass, acc = _attend(m, mass, acc, q, sk, sv, old, scaling * LOG2E, PREC)
         if (seen < N) & (hs % (HS // G) == 0):
             tl.store(SK + seen * D + rd, k, mask=rd < D)
             tl.store(SV + seen * DV + rv, v, mask=rv < DV)
@@ -113,7 +113,7 @@ def step_forward(
         there = (i < P) & (seen - P + i >= N)
         wk = load_columns(WK_, i, rd, there, D, DP, D)
         wv = load_rows(WV_, i, rv, there, DV, VP, DV)
-        m, l, acc = _attend(m, l, acc, q, wk, wv, there, scaling * LOG2E, PREC)
+        m, mass, acc = _attend(m, mass, acc, q, wk, wv, there, scaling * LOG2E, PREC)
 
     # the key that leaves the window, and the normaliser of its features
     leaves = (seen - P >= N).to(tl.float32)
@@ -185,8 +185,8 @@ def step_forward(
     log_r = tl.load(BETA + head) + tl.load(ALPHA + head) * m / LOG2E - scale
     log_r = tl.where(seen - P > N, tl.minimum(tl.maximum(log_r, LOWEST), HIGHEST), 0.0)
     r = tl.exp(log_r)
-    out = (acc * r[:, None] + num) / (l * r + den)[:, None]
-    store_rows(O + (b * H + hs * R) * DV, out, rr, rv, rr < R, DV, VP, DV)
+    out = (acc * r[:, None] + num) / (mass * r + den)[:, None]
+    store_rows(OUT + (b * H + hs * R) * DV, out, rr, rv, rr < R, DV, VP, DV)
     if HS == G and P > 0:
         _shift(WK_, K, P, D, DP, BW)
         _shift(WV_, V, P, DV, VP, BW)
@@ -196,7 +196,7 @@ def step(
     q, k, v, map_q, bias_q, map_k, bias_k, beta, alpha, S, z, sink_k, sink_v, window_k, window_v,
     seen, *, scaling, precision, precision_state,
 ):  # fmt: skip
-    """o [B, H, 1, Dv]; all of the state but seen is advanced in place. See `operators.hybrid_step`."""
+    """o [B, H, 1, Dv]; all of the state but seen advances in place. See `operators.hybrid_step`."""
     (B, H, _, D), (G, _, DV), HS, f = q.shape, v.shape[1:], S.shape[1], map_k.shape[-1]
     N, P = sink_k.shape[2], window_k.shape[2]
     o = torch.empty(B, H, 1, DV, dtype=v.dtype, device=v.device)
@@ -204,25 +204,17 @@ def step(
     meta = dict(config.meta, BW=min(config.meta["BW"], padded(P)))
     meta.pop("FP")
     strides = (x for tensor in (q, k, v) for x in tensor.stride()[:2])
+    hedgehog = bias_q is None
+    if hedgehog:
+        bias_q = bias_k = beta  # not read
     step_forward[(B * HS,)](
-        q, k, v, map_q, beta if bias_q is None else bias_q, map_k, beta if bias_k is None else bias_k,
-        beta, alpha, S, z, sink_k, sink_v, window_k, window_v, seen, o, *strides, scaling, H=H, G=G,
-        HS=HS, D=D, DV=DV, f=f, P=P, N=N, RP=padded(H // HS), HEDGEHOG=bias_q is None,
-        PREC=precision, PREC_STATE=precision_state, **meta,
+        q, k, v, map_q, bias_q, map_k, bias_k, beta, alpha, S, z, sink_k, sink_v, window_k, window_v,
+        seen, o, *strides, scaling, H=H, G=G, HS=HS, D=D, DV=DV, f=f, P=P, N=N,
+        RP=padded(H // HS), HEDGEHOG=hedgehog, PREC=precision, PREC_STATE=precision_state, **meta,
     )  # fmt: skip
     if HS != G and P:
-        tiles = {key: meta[key] for key in ("DP", "VP", "BW")}
         shift_windows[(B * G,)](
-            k,
-            v,
-            window_k,
-            window_v,
-            *k.stride()[:2],
-            *v.stride()[:2],
-            G=G,
-            D=D,
-            DV=DV,
-            P=P,
-            **tiles,
-        )
+            k, v, window_k, window_v, *k.stride()[:2], *v.stride()[:2], G=G, D=D, DV=DV, P=P,
+            DP=meta["DP"], VP=meta["VP"], BW=meta["BW"],
+        )  # fmt: skip
     return o

@@ -45,7 +45,7 @@ def hybrid_backward(
     do: Tensor, dS: Tensor, dz: Tensor, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor,
     sink_v: Tensor, fq: Tensor, fk: Tensor, alpha: Tensor, S: Tensor, z: Tensor, seen: Tensor,
     o: Tensor, lse: Tensor, den: Tensor, best: Tensor, window: int, scaling: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> list[Tensor]:  # fmt: skip
     """(dq, dk, dv, dsink_k, dsink_v, dfq, dfk, E, dS, dz); E [B, H, T] fp32 is the gradient of the
     log mass of each row's exact part.
     """
@@ -70,7 +70,7 @@ def hybrid_backward(
     dh, dhz, dS, dz = prefix_gradients(fq, do, delta, den, dS, dz, state_heads=HS, **grid)
     dfk, dv_linear = features_gradients(v, fq, fk, seen, do, delta, den, dh, dhz, **linear)
     dv[:, :, :T] += dv_linear.unflatten(1, (v.shape[1], -1)).sum(2)
-    return dq, dk, dv.to(v.dtype), dsink_k, dsink_v, dfq, dfk, E, dS, dz
+    return [dq, dk, dv.to(v.dtype), dsink_k, dsink_v, dfq, dfk, E, dS, dz]
 
 
 @hybrid_backward.register_fake
@@ -79,7 +79,7 @@ def _(
     scaling,
 ):  # fmt: skip
     like = (k, v, sink_k, sink_v, fq, fk, lse, dS, dz)
-    return q.new_empty(q.shape), *(torch.empty_like(x) for x in like)
+    return [q.new_empty(q.shape), *(torch.empty_like(x) for x in like)]
 
 
 def _setup(ctx, inputs, output):
@@ -173,8 +173,8 @@ def hybrid_step(q, k, v, maps, beta, alpha, S, z, sinks, window, seen, *, scalin
         q: [B, H, 1, D] the query.
         k: [B, G, 1, D] the key.
         v: [B, G, 1, Dv] the value.
-        maps: (weight [H, D, f], bias [H, f] or None, weight [HS, D, f], bias [HS, f] or None) of the
-            queries' and the keys' map: `hedgehog` without biases, `centroids` with them.
+        maps: (weight [H, D, f], bias [H, f], weight [HS, D, f], bias [HS, f]) of the queries' and
+            the keys' map: `hedgehog` has None for biases, `centroids` has both.
         beta: [H] and
         alpha: [H], of the exact part's log weight beta + alpha m.
         S: [B, HS, F, Dv] fp32 and

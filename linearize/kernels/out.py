@@ -19,7 +19,7 @@ from .tiles import HIGHEST, LOG2E, LOWEST, load_columns, load_rows, store_rows
 
 
 @triton.jit
-def _attend(m, l, best, acc, scores, v, index, SAVE: tl.constexpr, PREC: tl.constexpr):
+def _attend(m, mass, best, acc, scores, v, index, SAVE: tl.constexpr, PREC: tl.constexpr):
     """One tile of keys into the running softmax; scores are in base 2, -inf where hidden."""
     top = tl.max(scores, 1)
     if SAVE:
@@ -29,14 +29,14 @@ def _attend(m, l, best, acc, scores, v, index, SAVE: tl.constexpr, PREC: tl.cons
     safe = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
     decay = tl.exp2(m - safe)
     p = tl.exp2(scores - safe[:, None])
-    l = l * decay + tl.sum(p, 1)
+    mass = mass * decay + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=PREC)
-    return new, l, best, acc
+    return new, mass, best, acc
 
 
 @triton.jit
 def output_forward(
-    Q, K, V, SK, SV, FQ, FK, SCALE, BETA, ALPHA, SEEN, HST, HZ, O, M, LSE, DEN, BEST,
+    Q, K, V, SK, SV, FQ, FK, SCALE, BETA, ALPHA, SEEN, HST, HZ, OUT, M, LSE, DEN, BEST,
     q_b, q_h, q_t, o_b, o_h, o_t, T, chunks, scaling,
     H: tl.constexpr, G: tl.constexpr, HS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     F: tl.constexpr, C: tl.constexpr, W: tl.constexpr, N: tl.constexpr, BN: tl.constexpr,
@@ -59,7 +59,7 @@ def output_forward(
     q = load_rows(Q + b * q_b + h * q_h, t, rd, real, D, DP, q_t)
 
     m = tl.full([C], float("-inf"), tl.float32)
-    l = tl.zeros([C], tl.float32)
+    mass = tl.zeros([C], tl.float32)
     best = tl.zeros([C], tl.int32)
     acc = tl.zeros([C, VP], tl.float32)
     if N > 0:
@@ -69,7 +69,7 @@ def output_forward(
         to_sinks = tl.dot(q, sk, input_precision=PREC) * (scaling * LOG2E)
         visible = (rn < N)[None, :] & (rn[None, :] <= seen + t[:, None])
         to_sinks = tl.where(visible, to_sinks, float("-inf"))
-        m, l, best, acc = _attend(m, l, best, acc, to_sinks, sv, -1 - rn, SAVE, PREC)
+        m, mass, best, acc = _attend(m, mass, best, acc, to_sinks, sv, -1 - rn, SAVE, PREC)
     for j in range((P + C + C - 1) // C):
         i = (c + j) * C + rc
         k = load_columns(K, i, rd, i < L, D, DP, D)
@@ -77,7 +77,7 @@ def output_forward(
         a = tl.dot(q, k, input_precision=PREC) * (scaling * LOG2E)
         age = i[None, :] - t[:, None]
         a = tl.where((age >= 0) & (age <= P) & (i >= low)[None, :], a, float("-inf"))
-        m, l, best, acc = _attend(m, l, best, acc, a, v, i, SAVE, PREC)
+        m, mass, best, acc = _attend(m, mass, best, acc, a, v, i, SAVE, PREC)
 
     m = tl.where(real, m, 0.0) / LOG2E
     log_r = tl.load(BETA + h).to(tl.float32) + tl.load(ALPHA + h).to(tl.float32) * m
@@ -87,7 +87,7 @@ def output_forward(
     log_r = tl.where(t > low, log_r, 0.0)  # without linear keys the factor cancels
     r = tl.exp2(log_r * LOG2E)
     acc = acc * r[:, None]
-    den = l * r
+    den = mass * r
 
     HST += (hs * chunks + c) * F * DV
     HZ += (hs * chunks + c) * F
@@ -107,7 +107,7 @@ def output_forward(
     v = load_rows(V, i, rv, i < T, DV, VP, DV)
     acc = tl.dot(A.to(v.dtype), v, acc, input_precision=PREC)
     den = tl.where(real, den, 1.0)
-    store_rows(O + b * o_b + h * o_h, acc / den[:, None], t, rv, real, DV, VP, o_t)
+    store_rows(OUT + b * o_b + h * o_h, acc / den[:, None], t, rv, real, DV, VP, o_t)
     if SAVE:
         tl.store(M + i_h * T + t, m, mask=real)
         tl.store(LSE + i_h * T + t, m - log_r + tl.log2(den) / LOG2E, mask=real)

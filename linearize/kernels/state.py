@@ -21,7 +21,7 @@ def state_forward(
     P: tl.constexpr, N: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, FP: tl.constexpr,
     VP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    # Grid (VP / BV, FP / BF, B HS). One pass over the chunks; the prefix is stored before the chunk.
+    # Grid (VP / BV, FP / BF, B HS). One pass over the chunks; the prefix is stored before each.
     i_v, i_f, i_h = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, hs = i_h // HS, i_h % HS
     FK += i_h * T * F

@@ -78,7 +78,7 @@ class LinearizedLayer(CacheLayerMixin):
         return self.kept.update(k, v)
 
     def owns(self, state):
-        """Whether `state` may be changed in place: no gradient and no rollback needs what it was."""
+        """Whether `state` may change in place: no gradient and no rollback needs what it was."""
         return (
             state is self.state
             and not (self.record_past or torch.is_grad_enabled())

@@ -39,7 +39,10 @@ KERNELS = {  # operation: (module, function, row of the table)
     "features_backward": ("backward", "features_backward", "features"),
     "step": ("decode", "step_forward", "step"),
 }
-WIDE = set("S0 Z0 HZ S1 Z1 SCALE BETA ALPHA M LSE DEN DELTA E DS1 DZ1 DHZ DS0 DZ0 DV_ Y_ S Z MQ MK BIAS_Q BIAS_K".split())
+WIDE = (  # fp32 tensors
+    *("S", "Z", "S0", "Z0", "HZ", "S1", "Z1", "DS1", "DZ1", "DHZ", "DS0", "DZ0", "SCALE", "BETA"),
+    *("ALPHA", "M", "LSE", "DEN", "DELTA", "E", "Y_", "DV_", "MQ", "MK", "BIAS_Q", "BIAS_K"),
+)
 TENSOR_CORES = {"sm_80": "mma.sync", "sm_90": r"wgmma.mma_async|mma.sync", "gfx942": "v_mfma"}
 
 
@@ -137,6 +140,6 @@ if __name__ == "__main__":
         if len(sys.argv) < 2 or sys.argv[1] in name:
             arch, kernel, size = name.split()
             budgets[name] = measured(kernel, arch, int(size[1:]))
-            print(name, budgets[name], flush=True)
+            sys.stderr.write(f"{name} {budgets[name]}\n")
             ordered = {name: budgets[name] for name in names() if name in budgets}
             file.write_text(json.dumps(ordered, indent=2) + "\n", encoding="utf-8")

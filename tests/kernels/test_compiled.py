@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 BUDGETS = json.loads((Path(__file__).parent / "budgets.json").read_text(encoding="utf-8"))
-QUICK = ("sm_90", "state out step")  # other rows take minutes: `-m slow`
 
 
 def rows():
+    """The budgets as parameters; what would take minutes is slow."""
     for name, budget in BUDGETS.items():
         arch, kernel, size = name.split()
-        quick = arch == "sm_90" or kernel in ("state", "out") and size == "D128"
-        yield pytest.param(name, budget, id=name.replace(" ", "-"),
-                           marks=() if quick else pytest.mark.slow)
+        quick = arch == "sm_90" or (kernel in ("state", "out") and size == "D128")
+        yield pytest.param(
+            name, budget, id=name.replace(" ", "-"), marks=() if quick else pytest.mark.slow
+        )
 
 
 @pytest.mark.parametrize(("name", "budget"), rows())

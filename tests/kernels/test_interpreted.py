@@ -212,9 +212,7 @@ def test_later_tokens_change_no_bit_of_earlier_rows_and_two_runs_agree_in_all_bi
 def test_constant_values_and_the_softmax_limit():
     case = small(heads=1)
     with torch.no_grad():
-        ones = hybrid_chunked(
-            case.op, case.q, case.k, torch.ones_like(case.v), start_of(case)
-        )[0]
+        ones = hybrid_chunked(case.op, case.q, case.k, torch.ones_like(case.v), start_of(case))[0]
         assert distance(ones, torch.ones_like(ones)) < CONSTANT_FLOAT32
         case = small(window=45, sinks=0, kv_heads=2)
         expected = scaled_dot_product_attention(*(x.double() for x in case.qkv), is_causal=True)
