@@ -175,10 +175,22 @@ def test_stopped_equals_uninterrupted(model, tmp_path, monkeypatch):
 def test_another_selection_in_the_file_is_refused(model, tmp_path):
     output = tmp_path / "selection.json"
     chosen(model, output=output)
-    with pytest.raises(
-        ValueError, match=r"select.output: .*selection.json holds another selection"
-    ):
+    refusal = r"select.output: .*selection.json holds another selection"
+    with pytest.raises(ValueError, match=refusal):
         chosen(model, output=output, length=20)
+    with torch.no_grad():
+        linearized_modules(model)[1].linearized.beta[0] += 1
+    with pytest.raises(ValueError, match=refusal):
+        chosen(model, output=output)
+
+
+def test_budgets_share_a_file(model, tmp_path):
+    output = tmp_path / "selection.json"
+    three = chosen(model, budget=3, output=output)
+    limit = three["chosen"][1]["cache_bytes"] - 1
+    bytes_only = chosen(model, cache_bytes=limit)
+    assert chosen(model, cache_bytes=limit, output=output)["chosen"] == bytes_only["chosen"]
+    assert chosen(model, budget=2, output=output)["chosen"] == three["chosen"][:2]
 
 
 # ---------------------------------------------------------------------------------------- refusals
