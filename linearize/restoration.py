@@ -13,6 +13,7 @@ Restoring heads of layer l changes nothing below l, so a pass starts from the hi
 were kept there.
 """
 
+import hashlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from linearize.logits import decoder_of, head_logits, run_body
 from linearize.modeling.attention import linearized_modules, teacher
 
 ROWS_AT_ONCE = 256  # of logits [rows, V] in fp32
+SAMPLES = 64  # numbers of a tensor that enter a hash
 PAIRS = 32  # of a recall prompt
 
 Heads = Mapping[int, Sequence[int]]
@@ -79,6 +81,16 @@ def _check_heads(modules: Mapping[int, Any], heads: Heads) -> None:
                 raise ValueError(
                     f"restored: layer {layer} has the key/value heads 0-{last}, not {head}"
                 )
+
+
+def weights_hash(model: nn.Module) -> str:
+    """A hash of the new parameters, and of a few numbers of every other."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        stride = 1 if ".linearized." in name else max(1, tensor.numel() // SAMPLES)
+        values = tensor.detach().flatten()[::stride].to("cpu", torch.float32)
+        digest.update(name.encode() + values.numpy().tobytes())
+    return digest.hexdigest()
 
 
 class Unit(NamedTuple):

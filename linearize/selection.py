@@ -31,6 +31,7 @@ from linearize.restoration import (
     restore_,
     text_probes,
     units_of,
+    weights_hash,
 )
 from linearize.rundir import write_whole
 from linearize.saved import read_evaluation_text
@@ -93,10 +94,11 @@ def select(
         progress: Show a progress bar.
 
     Returns:
-        {"unit", "teacher": {"recall_nll"}, "all_linear": {"kl", "recall", "cache_bytes"},
+        {"unit", "context", "before": {"kl", "recall", "cache_bytes"}, with no unit restored,
         "ranking": [{"layer", "heads", "kl_gain", "recall_gain", "score"}], best first,
         "chosen": [{"layer", "heads", "kl", "recall", "score", "cache_bytes"}], in order and with
-        the distances that are left, "convert": {"layers", "softmax_heads"}, "settings"}.
+        the distances that are left, "convert": {"layers", "softmax_heads"}}, and "settings",
+        "measured" and "steps", from which the same call goes on.
 
     Raises:
         ValueError: The model is not converted, or a setting makes no sense.
@@ -128,6 +130,7 @@ def select(
         "recall_weight": recall_weight, "length": length, "positions": positions,
         "prompts": prompts, "batch_size": batch_size, "seed": seed, "sha256": scored.sha256(),
         "linearize": section.to_dict(),
+        "weights": [weights_hash(owner) for owner in (model, base or model)],
     }  # fmt: skip
     record = _Record(output, settings)
     with ExitStack() as stack, torch.no_grad():
@@ -175,7 +178,7 @@ class _Record:
         """Opens the file; one of another selection is refused."""
         self.path = None if path is None else Path(path)
         settings = json.loads(json.dumps(settings))
-        self.entries: dict[str, Any] = {"settings": settings, "measured": [], "steps": []}
+        self.entries: dict[str, Any] = {"settings": settings, "measured": [], "steps": {}}
         if self.path is not None and self.path.exists():
             found = json.loads(self.path.read_text(encoding="utf-8"))
             if found.get("settings") != settings:
@@ -218,6 +221,11 @@ class _Limit:
         layers = section.layers
         return sum(layer_bytes(section, layer, self.dtype, self.context) for layer in layers)
 
+    @property
+    def name(self) -> str:
+        """Equal for limits under which the same steps are taken, as far as each goes."""
+        return "units" if self.cache_bytes is None else f"{self.cache_bytes} B at {self.context}"
+
     def allows(self, chosen: Sequence[Unit]) -> bool:
         if self.cache_bytes is not None:
             return self.bytes(chosen) <= self.cache_bytes
@@ -257,8 +265,8 @@ class _Choice:
         return score
 
     def choose(self, candidates: int | None) -> None:
-        """Takes the best unit until nothing more fits."""
-        steps = self.record.entries["steps"]
+        """Takes the best unit, whatever it costs, until nothing more fits."""
+        steps = self.record.entries["steps"].setdefault(self.limit.name, [])
         while True:
             left = [
                 unit
@@ -272,7 +280,7 @@ class _Choice:
                 self.record.save()
             step = steps[len(self.chosen)]
             self.gains |= step["gains"]
-            self.chosen.append(next(unit for unit in self.units if unit.name == step["unit"]))
+            self.chosen.append(next(unit for unit in left if unit.name == step["unit"]))
 
     def _step(self, left: Sequence[Unit], candidates: int | None) -> dict[str, Any]:
         """Scores the best of the units that are left again, and takes one."""
@@ -300,7 +308,8 @@ class _Choice:
             for u in order
         ]
         chosen = []
-        for n, (u, step) in enumerate(zip(self.chosen, self.record.entries["steps"], strict=False)):
+        steps = self.record.entries["steps"].get(self.limit.name, [])
+        for n, (u, step) in enumerate(zip(self.chosen, steps, strict=False)):
             distance = Distance(step["kl"], step["recall"])
             chosen.append(
                 {
@@ -314,7 +323,7 @@ class _Choice:
         return {
             "unit": unit,
             "context": self.limit.context,
-            "all_linear": {**start._asdict(), "cache_bytes": self.limit.bytes(())},
+            "before": {**start._asdict(), "cache_bytes": self.limit.bytes(())},
             "ranking": ranking,
             "chosen": chosen,
             "convert": self._convert(),

@@ -306,7 +306,7 @@ def publication(found: Mapping[str, Any]) -> RenderableType:
 
 def selection(found: Mapping[str, Any]) -> RenderableType:
     """The ranking, the choice step by step, and what a recipe says to convert that way."""
-    start = found["all_linear"]
+    start = found["before"]
     headline = Text(
         f"before: KL to the teacher {start['kl']:.4f} nats per token, recall {start['recall']:.3f} "
         f"nats per answer behind it, {size(start['cache_bytes'])} of cache at "

@@ -42,9 +42,9 @@ def test_ranking_and_greedy_choice_equal_brute_force(model):
         for layer, head in left:
             heads = {i: [g for j, g in (*taken, (layer, head)) if i == j] for i in (0, 1)}
             with restored(model, heads):
-                kl[layer, head] = chosen(model, recall_weight=0)["all_linear"]["kl"]
+                kl[layer, head] = chosen(model, recall_weight=0)["before"]["kl"]
         if not taken:
-            gains = {unit: result["all_linear"]["kl"] - value for unit, value in kl.items()}
+            gains = {unit: result["before"]["kl"] - value for unit, value in kl.items()}
             order = sorted(gains, key=lambda unit: -gains[unit])
             assert heads_of(result["ranking"]) == order
             found = [row["kl_gain"] for row in result["ranking"]]
@@ -61,7 +61,7 @@ def test_every_unit_in_budget_is_the_teacher(model):
         result = chosen(model, unit=unit, budget=budget)
         last = result["chosen"][-1]
         assert abs(last["kl"]) < 1e-6 and abs(last["recall"]) < 1e-5
-        assert last["score"] == pytest.approx(2, abs=1e-3) or result["all_linear"]["recall"] < 1e-3
+        assert last["score"] == pytest.approx(2, abs=1e-3) or result["before"]["recall"] < 1e-3
         assert result["convert"] == {"layers": [], "softmax_heads": {}}
 
 
@@ -78,8 +78,8 @@ def test_some_layers_only(model):
 
 def test_recall_has_its_weight(model):
     with_recall, without = chosen(model), chosen(model, recall_weight=0)
-    start = with_recall["all_linear"]
-    assert without["all_linear"]["recall"] == 0
+    start = with_recall["before"]
+    assert without["before"]["recall"] == 0
     for row in with_recall["ranking"]:
         expected = row["kl_gain"] / start["kl"]
         if start["recall"] > 1e-3:
@@ -96,7 +96,7 @@ def test_bytes_are_those_that_inspection_counts(model):
         report = inspect(tiny_llama(), **options, softmax_heads=kept, lengths=(100,))
         assert row["cache_bytes"] == report["lengths"][0]["linearized_bytes"]
     all_linear = inspect(tiny_llama(), **options, lengths=(100,))["state_bytes"]
-    assert result["all_linear"]["cache_bytes"] == all_linear
+    assert result["before"]["cache_bytes"] == all_linear
     limit = result["chosen"][1]["cache_bytes"]
     assert heads_of(chosen(model, cache_bytes=limit)["chosen"]) == heads_of(result["chosen"][:2])
     assert len(chosen(model, cache_bytes=limit - 9)["chosen"]) == 1
@@ -175,10 +175,22 @@ def test_stopped_equals_uninterrupted(model, tmp_path, monkeypatch):
 def test_another_selection_in_the_file_is_refused(model, tmp_path):
     output = tmp_path / "selection.json"
     chosen(model, output=output)
-    with pytest.raises(
-        ValueError, match=r"select.output: .*selection.json holds another selection"
-    ):
+    refusal = r"select.output: .*selection.json holds another selection"
+    with pytest.raises(ValueError, match=refusal):
         chosen(model, output=output, length=20)
+    with torch.no_grad():
+        linearized_modules(model)[1].linearized.beta[0] += 1
+    with pytest.raises(ValueError, match=refusal):
+        chosen(model, output=output)
+
+
+def test_budgets_share_a_file(model, tmp_path):
+    output = tmp_path / "selection.json"
+    three = chosen(model, budget=3, output=output)
+    limit = three["chosen"][1]["cache_bytes"] - 1
+    bytes_only = chosen(model, cache_bytes=limit)
+    assert chosen(model, cache_bytes=limit, output=output)["chosen"] == bytes_only["chosen"]
+    assert chosen(model, budget=2, output=output)["chosen"] == three["chosen"][:2]
 
 
 # ---------------------------------------------------------------------------------------- refusals
