@@ -4,8 +4,8 @@
         window=32,sinks=0 loss=both,learning_rate=3e-3
     python scripts/compare_settings.py --design-space --seeds 0 1 --json design.json
 
-A setting is key=value,... of the recipe's sections `convert` and `transfer`, on top of the recipe; an
-empty one is the recipe itself. Layers do not influence each other in attention transfer, so what
+A setting is key=value,... of the recipe's sections `convert` and `transfer`, on top of the recipe;
+an empty one is the recipe itself. Layers do not influence each other in attention transfer, so what
 enters or leaves them in the teacher is recorded once, and each setting is the stage itself on these
 recordings: the same tokens, in minutes. Text (not `self`) and length are those of the recipe.
 

@@ -148,10 +148,10 @@ def test_settings_are_compared_on_the_layers_of_a_model(tmp_path, monkeypatch, c
         f"data: {{sources: {tmp_path}/stories.jsonl, length: 128, held_out: 0.2}}\n"
         "transfer: {num_queries: 16, batch_size: 2}\n"
     )
-    arguments = f"x --recipe {recipe} --layers 1 2 --rows 6 --held-out-rows 2 --tokens 6000"
+    arguments = f"x --recipe {recipe} --layers 1 2 --rows 6 --held-out-rows 2 --tokens 20000"
     settings = [
         "feature_map=hedgehog,feature_dim=16", "feature_map=centroids",
-        "window=16,loss=both,window_dropout=0.5,mixing_start=beta",
+        "feature_map=centroids,window=16,loss=both,window_dropout=0.1,mixing_start=beta",
     ]  # fmt: skip
     figures = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", [*arguments.split(), "--json", str(figures), "--", *settings])
