@@ -137,8 +137,8 @@ def test_smollm2_is_downloaded_and_speaks(get_smollm2, tmp_path):
     assert "Paris" in tokenizer.decode(answer)
 
 
-def test_maps_are_compared_on_the_layers_of_a_model(tmp_path, monkeypatch, capsys):
-    """What is trained beats its start, and both beat the window and sinks alone."""
+def test_settings_are_compared_on_the_layers_of_a_model(tmp_path, monkeypatch, capsys):
+    """What is trained beats the window and sinks alone; options of both stages' sections count."""
     text = "The little bird sat on a tree and sang a song about the sun. " * 12
     lines = [json.dumps({"text": f"Story {i}. {text}"}) for i in range(40)]
     (tmp_path / "stories.jsonl").write_text("\n".join(lines))
@@ -146,21 +146,33 @@ def test_maps_are_compared_on_the_layers_of_a_model(tmp_path, monkeypatch, capsy
     recipe.write_text(
         "model: {path: tiny-english}\nconvert: {window: 8, sinks: 1}\n"
         f"data: {{sources: {tmp_path}/stories.jsonl, length: 128, held_out: 0.2}}\n"
-        "transfer: {max_steps: 1, num_queries: 16}\n"
+        "transfer: {num_queries: 16, batch_size: 2}\n"
     )
-    arguments = f"x --recipe {recipe} --layers 1 2 --rows 6 --held-out-rows 2 --steps 60 --"
-    settings = ["feature_map=hedgehog,feature_dim=16", "feature_map=centroids"]
-    monkeypatch.setattr(sys, "argv", [*arguments.split(), *settings])
-    load("compare_maps").main()
-    rows = {
-        cells[1]: [float(cell) for cell in cells[2:5]]
-        for line in capsys.readouterr().out.splitlines()
-        if (cells := [cell.strip() for cell in line.split("│")]) and len(cells) == 7
-    }
-    assert list(rows) == ["window + sinks", *settings]
-    floor = rows["window + sinks"]
-    for name in settings:
-        assert all(x < y for x, y in zip(rows[name], floor)), rows
+    arguments = f"x --recipe {recipe} --layers 1 2 --rows 6 --held-out-rows 2 --tokens 20000"
+    settings = [
+        "feature_map=hedgehog,feature_dim=16", "feature_map=centroids",
+        "feature_map=centroids,window=16,loss=both,window_dropout=0.1,mixing_start=beta",
+    ]  # fmt: skip
+    figures = tmp_path / "figures.json"
+    monkeypatch.setattr(sys, "argv", [*arguments.split(), "--json", str(figures), "--", *settings])
+    load("compare_settings").main()
+    rows = {row["setting"]: row for row in json.loads(figures.read_text())["results"]}
+    floor, wide = "window 8, sinks 1", "window 16, sinks 1"
+    assert list(rows) == [floor, wide, *settings]
+    printed = capsys.readouterr().out
+    assert all(name in printed and f"{row['error']:.4f}" in printed for name, row in rows.items())
+    for name, alone in zip(settings, (floor, floor, wide)):
+        assert all(x < rows[alone]["layers"][i] for i, x in rows[name]["layers"].items()), rows
+        assert 0 < rows[name]["kl"] < rows[alone]["kl"]
+    assert rows[wide]["error"] < rows[floor]["error"]
+
+
+def test_the_design_space_holds_valid_settings(tmp_path):
+    script = load("compare_settings")
+    path = tmp_path / "recipe.yaml"
+    path.write_text("convert: {feature_map: centroids}\ndata: {sources: text.jsonl}\n")
+    recipes = [script.recipe_for(path, setting) for setting in script.design_space(64)]
+    assert len({recipe.dump() for recipe in recipes}) == len(recipes) > 30
 
 
 def test_the_gpu_benchmark_takes_its_steps_on_a_cpu(tmp_path, capsys):
