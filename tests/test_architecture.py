@@ -26,7 +26,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 LONGEST_FILE = 450
 LONGEST_FUNCTION = 60
-LAZY = ("datasets", "pandas", "peft", "pyarrow", "pydantic", "rich", "triton", "typer")
+LAZY = (
+    "datasets", "jinja2", "pandas", "peft", "plotly", "pyarrow", "pydantic", "rich", "triton", "typer"
+)  # fmt: skip
 NOT_NAMES = {"base", "common", "core", "helper", "helpers", "manager", "misc", "util", "utils"}
 
 
