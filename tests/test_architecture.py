@@ -27,7 +27,9 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 LONGEST_FILE = 450
 LONGEST_FUNCTION = 60
-LAZY = ("datasets", "pandas", "peft", "pyarrow", "pydantic", "rich", "triton", "typer")
+LAZY = (
+    "datasets", "jinja2", "pandas", "peft", "plotly", "pyarrow", "pydantic", "rich", "triton", "typer"
+)  # fmt: skip
 NOT_NAMES = {"base", "common", "core", "helper", "helpers", "manager", "misc", "util", "utils"}
 
 

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import typer
 from conftest import ROOT, tiny_linearized
+from sampleruns import save_run
 from tinytext import save_base, save_corpus, tiny_tokenizer
 
 from linearize import cli
@@ -272,6 +273,21 @@ def test_publish_makes_a_folder(call, wide, converted, tmp_path, monkeypatch):
     assert code == 0 and json.loads(out)["differences"] == found
 
 
+def test_report_and_compare_write_pages(call, wide, tmp_path):
+    first = save_run(tmp_path / "first", pictures=False)
+    second = save_run(tmp_path / "second", pictures=False, convert={"window": 32})
+    code, out, _ = call("report", first)
+    assert code == 0 and out.replace("\n", "") == str(first / "report.html")
+    assert (first / "report.html").is_file()
+    page = tmp_path / "c.html"
+    code, out, _ = call("compare", first, second, "--page", page)
+    assert code == 0 and page.is_file()
+    assert "first" in out and "24.000" in out and "convert.window" in out
+    assert "did not score the same" not in out
+    code, out, _ = call("compare", first, second, "--page", page, "--json")
+    assert code == 0 and json.loads(out)["settings"] == {"convert.window": [64, 32]}
+
+
 def test_schema_lists_every_key(call, wide):
     code, out, _ = call("schema")
     assert code == 0
@@ -296,6 +312,7 @@ def test_a_typo_in_a_recipe_exits_2_before_anything_loads(call, recipe, monkeypa
         (("publish", "./nowhere", "--repo-id", "x"), "--repo-id: 'x' has no owner"),
         (("inspect", "tiny-english", "seed=1"), "seed=1: key=value belongs to a recipe"),
         (("evaluate", "./nowhere"), "nothing to measure; name a text"),
+        (("report", "nowhere"), "recipe nowhere/recipe.yaml does not exist"),
         (("generate", "tiny-englsh", "a"), "did you mean tiny-english?"),
         (("generate", "./nowhere", "a", "--dtype", "int8"), "model.dtype: 'int8' is not known"),
     ],

@@ -1,6 +1,7 @@
 """The pipeline on a tiny model: everything is written, kills are survived, results add up."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.integrations import integration_utils
 
 from linearize import stages
+from linearize.evaluation.fidelity import MEASURES
+from linearize.evaluation.pictures import picture_student, read_pictures
 from linearize.evaluation.rows import ROWS
 from linearize.recipe import Recipe, load_recipe
 from linearize.saved import evaluate
@@ -84,6 +87,51 @@ def test_the_rows_of_the_base_model_are_the_same_before_and_after_stage_2(finish
     assert results["ablation"]["teacher"]["kl_to_teacher"] == 0
     # under the teacher's own divergence there is nothing to learn for it
     assert results["ablation"]["teacher_finetuned"] == results["ablation"]["teacher"]
+
+
+def test_the_report_is_written_last_and_can_be_written_again(finished):
+    _recipe, folder, results = finished
+    page = folder / "report.html"
+    first = page.read_text(encoding="utf-8")
+    for section in ("quality", "training", "attention", "samples", "recipe"):
+        assert f'id="{section}"' in first
+    assert 'id="viewer"' in first
+    assert set(results["fidelity"]) == set(MEASURES)
+    page.unlink()
+    assert stages.report(folder) == {"report": str(page)}
+    assert page.read_text(encoding="utf-8") == first
+
+
+def test_a_finished_run_without_a_report_gets_one(finished):
+    recipe, folder, _results = finished
+    (folder / "report.html").unlink()
+    run(recipe, device="cpu", progress=False)
+    assert (folder / "report.html").exists()
+
+
+def test_a_failing_report_costs_nothing(finished, monkeypatch, caplog):
+    recipe, folder, results = finished
+    (folder / "report.html").unlink()
+
+    def broken(*args, **kwargs):
+        raise KeyError("buckets")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "write_report", broken)
+        assert run(recipe, device="cpu", progress=False) == results
+    assert "the report could not be written (KeyError: 'buckets'); `linearize report" in caplog.text
+    run(recipe, device="cpu", progress=False)
+
+
+def test_the_pictures_are_of_teacher_and_finished_model(finished, base):
+    folder = finished[1]
+    pictures = read_pictures(folder / "attention")
+    assert pictures.teacher.shape == pictures.student.shape
+    assert not (pictures.teacher == pictures.student).all()
+    again = folder.parent / "pictures"
+    shutil.copytree(folder / "attention", again)
+    picture_student(AutoModelForCausalLM.from_pretrained(folder / "model"), again)
+    assert abs(read_pictures(again).student.astype(int) - pictures.student).max() <= 1
 
 
 def test_the_saved_model_has_the_reported_perplexity(finished, corpus, base):
@@ -165,6 +213,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(
     results = run(recipe, device="cpu", progress=False)
     assert results["ablation"] == expected["ablation"]
     assert results["samples"] == expected["samples"]
+    assert results["fidelity"] == expected["fidelity"]
 
 
 def test_without_stage_2_the_result_is_that_of_stage_1(base, corpus, tmp_path):
