@@ -395,6 +395,30 @@ def compare(
 
 
 @app.command()
+def serve(
+    model: Model,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "localhost",
+    port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000,
+    dtype: DType = "auto",
+    device: Device = "auto",
+) -> None:
+    """Serves a model over HTTP, with the API of OpenAI, until Ctrl+C: the server of transformers.
+
+    `transformers chat MODEL http://localhost:8000/v1` talks to it, MODEL as given here.
+
+    [bold]Examples[/]
+
+    linearize serve runs/quickstart/model
+
+    linearize serve runs/quickstart/model --port 8123 --device cuda
+    """
+    _prepare()
+    from linearize.saved import serve
+
+    serve(model, host=host, port=port, dtype=dtype, device=device)
+
+
+@app.command()
 def schema(
     as_json: Annotated[bool, typer.Option("--json", help="JSON schema, for editors.")] = False,
 ) -> None:

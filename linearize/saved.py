@@ -1,11 +1,13 @@
-"""What one does with a model that lies in a folder: score it, time it, let it write."""
+"""What one does with a model that lies in a folder: score it, time it, let it write, serve it."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from linearize import loading
 from linearize.evaluation import efficiency as timing
@@ -132,6 +134,32 @@ def generate(
     )
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     return {"prompt": prompt, "text": write(loaded, tokenizer, [prompt], **options)[0]}
+
+
+def serve(
+    model: str | Path,
+    *,
+    host: str = "localhost",
+    port: int = 8000,
+    dtype: str = "auto",
+    device: str = "auto",
+) -> None:
+    """Answers over HTTP until it is stopped: the server of transformers, with the API of OpenAI.
+
+    `transformers serve` itself looks a model's class up among its own names, so it cannot load one
+    of another package.
+
+    Raises:
+        ImportError: The packages of the server are not installed.
+        FileNotFoundError: The model is not there.
+    """
+    from transformers.cli.serve import Serve
+
+    place, config = loading.locate(model), loading.load_config(model)
+    made = AutoModelForCausalLM._model_mapping[type(config)]
+    setattr(transformers, made.__name__, made)
+    where = {"host": host, "port": port, "device": str(loading.choose_device(device))}
+    Serve(force_model=place, dtype=dtype, **where)
 
 
 def read_evaluation_text(source: str | Path) -> list[str]:

@@ -37,3 +37,17 @@ def save_corpus(file, documents=20, words=60):
             text = [WORDS[i] for i in torch.randint(61, (words,), generator=generator)]
             lines.write(json.dumps({"text": " ".join(text)}) + "\n")
     return file
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<s> {{ m['content'] }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}<s>{% endif %}"
+)
+
+
+def chat_tokenizer():
+    """`tiny_tokenizer` with a chat template; pads are on the left."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token, tokenizer.padding_side = "</s>", "left"
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
