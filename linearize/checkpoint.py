@@ -109,7 +109,8 @@ def load_adapter(path: str | Path, config: PreTrainedConfig, **kwargs: Any) -> n
     if getattr(base, "hf_quantizer", None) is not None:
         raise ValueError(
             f"{path}: an adapter is put on unquantized weights, but {delta['base_model']} was "
-            "loaded quantized; load the adapter as it is, save it whole (save_pretrained), and load "
+            "loaded quantized; load the adapter as it is, save it whole (save_pretrained), and "
+            "load "
             "that with quantization_config"
         )
     if base_hash(base) != delta["base_hash"]:

@@ -28,7 +28,8 @@ EXTRAS = PROJECT["optional-dependencies"]
 LONGEST_FILE = 450
 LONGEST_FUNCTION = 60
 LAZY = (
-    "datasets", "jinja2", "pandas", "peft", "plotly", "pyarrow", "pydantic", "rich", "triton", "typer"
+    "datasets", "jinja2", "pandas", "peft", "plotly", "pyarrow", "pydantic", "rich", "triton",
+    "typer",
 )  # fmt: skip
 NOT_NAMES = {"base", "common", "core", "helper", "helpers", "manager", "misc", "util", "utils"}
 
@@ -90,7 +91,9 @@ def test_every_third_party_import_is_a_declared_dependency():
     needed_by_trainer = {"accelerate"}
     optional = {"lm_eval"}  # imported where it is used, by those who installed the extra
     brought_by_torch = {"triton"}  # its builds for GPUs; imported when a kernel runs
-    assert used - {"yaml"} - optional - brought_by_torch | {"pyyaml"} | needed_by_trainer == declared
+    assert (
+        used - {"yaml"} - optional - brought_by_torch | {"pyyaml"} | needed_by_trainer == declared
+    )
     assert {Requirement(line).name for line in PROJECT["optional-dependencies"]["eval"]} == {
         "lm-eval"
     }

@@ -50,8 +50,8 @@ def step_in_place(op, q, k, v, state):
         return None
     whole = isinstance(op.phi_k, nn.Module)  # a function where some heads stay softmax
     step = kernels.find_step(
-        q, k, v, state, feature_map=op.phi_k.step_kernel if whole else None, window=op.window, sinks=op.sinks,
-        softcap=op.softcap, sink_logit=op.sink_logit, linear=op.linear,
+        q, k, v, state, feature_map=op.phi_k.step_kernel if whole else None, window=op.window,
+        sinks=op.sinks, softcap=op.softcap, sink_logit=op.sink_logit, linear=op.linear,
     )  # fmt: skip
     if step is None:
         return None
