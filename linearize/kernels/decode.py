@@ -208,8 +208,8 @@ def step(
     if hedgehog:
         bias_q = bias_k = beta  # not read
     step_forward[(B * HS,)](
-        q, k, v, map_q, bias_q, map_k, bias_k, beta, alpha, S, z, sink_k, sink_v, window_k, window_v,
-        seen, o, *strides, scaling, H=H, G=G, HS=HS, D=D, DV=DV, f=f, P=P, N=N,
+        q, k, v, map_q, bias_q, map_k, bias_k, beta, alpha, S, z, sink_k, sink_v, window_k,
+        window_v, seen, o, *strides, scaling, H=H, G=G, HS=HS, D=D, DV=DV, f=f, P=P, N=N,
         RP=padded(H // HS), HEDGEHOG=hedgehog, PREC=precision, PREC_STATE=precision_state, **meta,
     )  # fmt: skip
     if HS != G and P:
