@@ -224,10 +224,7 @@ def measure(device, tiny, late):
 def roofline():
     """Prints the bounds of an 8B model's layer (32/8 heads of size 128, W = 64, bf16)."""
     heads = dict(H=32, G=8, D=128, Dv=128)
-    print(
-        "| state | F | MB per step and sequence | softmax moves less below "
-        "| bytes at 8k, 32k, 128k |"
-    )
+    print("| state | F | MB per step | softmax moves less below | bytes at 8k, 32k, 128k |")
     print("|---|---|---|---|---|")
     for (name, HS), size in itertools.product((("kv_head", 8), ("q_head", 32)), (128, 256)):
         s = Shape(B=1, T=1, HS=HS, F=size, **heads)

@@ -7,6 +7,7 @@ Only in a process without TRITON_INTERPRET, which is read when a kernel is decor
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from linearize.kernels.configs import CHUNK, choose, padded
 
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton 3.9 does, and warns about
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
