@@ -28,7 +28,10 @@ from linearize.modeling.configuration_linearized import LinearizeConfig
 # In a subfolder: an adapter_config.json in the root makes the Auto classes load the base alone.
 ADAPTER, NEW_PARAMETERS = "adapter", "linearized.safetensors"
 NEW = ".linearized."
-CONVERT = ("layers", "window", "sinks", "feature_map", "feature_dim", "mixing", "k_map", "seed")
+CONVERT = (
+    "layers", "window", "sinks", "feature_map", "feature_dim", "mixing", "k_map", "window_kind",
+    "seed",
+)  # fmt: skip
 SAMPLES = 1024  # values of each tensor that enter the hash
 # Arguments of from_pretrained that concern the base model too.
 FOR_THE_BASE = (
@@ -106,8 +109,8 @@ def load_adapter(path: str | Path, config: PreTrainedConfig, **kwargs: Any) -> n
     if getattr(base, "hf_quantizer", None) is not None:
         raise ValueError(
             f"{path}: an adapter is put on unquantized weights, but {delta['base_model']} was "
-            "loaded quantized; load the adapter as it is, save it whole (save_pretrained), and load "
-            "that with quantization_config"
+            "loaded quantized; load the adapter as it is, save it whole (save_pretrained), and "
+            "load that with quantization_config"
         )
     if base_hash(base) != delta["base_hash"]:
         raise ValueError(

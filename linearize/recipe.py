@@ -26,6 +26,7 @@ FeatureMap = Literal[
 ]
 Mixing = Literal["calibrated", "lolcats", "kernel"]
 KMap = Literal["kv_head", "q_head"]
+WindowKind = Literal["sliding", "terrace"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -106,6 +107,9 @@ class ConvertSection(Section):
     )
     k_map: KMap = Field(
         "kv_head", description="One map (and state) of keys per key/value or query head."
+    )
+    window_kind: WindowKind = Field(
+        "sliding", description="'terrace': the query's own block of keys, and the one before."
     )
 
 

@@ -19,6 +19,7 @@ from linearize.losses import (
     with_gradient,
 )
 from linearize.modeling.attention import linearized_modules, transfer
+from linearize.modeling.configuration_linearized import LinearizeConfig
 from linearize.modeling.ops import positions
 from linearize.modeling.rows import take_rows
 from linearize.training import collate, preserved, train
@@ -138,8 +139,13 @@ def _check(model, layers, dataset, loss, num_queries):
 
 
 def exact_tokens(model):
-    """W + N: queries at earlier positions of a document see no linear key."""
-    return model.config.linearize_config["window"] + model.config.linearize_config["sinks"]
+    """Queries at earlier positions of a document see no linear key: W + N, or the first block that
+    neither the sinks nor the block before its own reaches.
+    """
+    section = LinearizeConfig.from_dict(model.config.linearize_config)
+    if section.window_kind == "terrace":
+        return section.window * (section.sinks // section.window + 2)
+    return section.window + section.sinks
 
 
 class TransferObjective:

@@ -13,7 +13,7 @@ from linearize.data import generate_data, load_data
 from linearize.evaluation.ablation import ablation
 from linearize.finetuning import finetune
 from linearize.loading import DTYPES, EMBEDDED
-from linearize.modeling.configuration_linearized import K_MAPS, MIXING_RULES
+from linearize.modeling.configuration_linearized import K_MAPS, MIXING_RULES, WINDOW_KINDS
 from linearize.modeling.feature_maps import FEATURE_MAPS
 from linearize.recipe import Recipe, describe, json_schema, load_recipe
 from linearize.transfer import transfer_attention
@@ -345,6 +345,7 @@ def test_defaults_of_self_are_those_of_the_library():
         ("ConvertSection", "feature_map", FEATURE_MAPS),
         ("ConvertSection", "mixing", MIXING_RULES),
         ("ConvertSection", "k_map", K_MAPS),
+        ("ConvertSection", "window_kind", WINDOW_KINDS),
         ("TransferSection", "loss", transfer.LOSSES),
         ("FinetuneSection", "loss", finetuning.LOSSES),
         ("FinetuneSection", "method", finetuning.METHODS),

@@ -202,7 +202,8 @@ def _linearized_base(
         return base_model
     weights = chain(base_model.parameters(), base_model.buffers())
     twin = deepcopy(base_model, {id(tensor): tensor for tensor in weights})
-    return convert(twin, layers=section.layers, window=section.window, sinks=section.sinks)
+    names = ("layers", "window", "sinks", "window_kind")
+    return convert(twin, **{name: getattr(section, name) for name in names})
 
 
 @contextmanager

@@ -50,6 +50,7 @@ class LinearizedHeads(nn.Module):
                 f"convert.feature_map: {section.feature_map!r} is not known; choose one of {known}"
             )
         self.window, self.sinks, self.mixing = section.window, section.sinks, section.mixing
+        self.window_kind = section.window_kind
         self.num_heads = shape["num_heads"]
         self.state_heads = (
             shape["num_key_value_heads"] if section.k_map == "kv_head" else self.num_heads
@@ -73,6 +74,11 @@ class LinearizedHeads(nn.Module):
             if self.mixing == "calibrated":
                 self.alpha = nn.Parameter(torch.empty(self.num_heads))
         self.float()
+        if self.window_kind == "terrace" and self.feature_map_k.log_space:
+            raise ValueError(
+                "convert.window_kind: 'terrace' is not possible with feature_map "
+                f"{section.feature_map!r}, whose features are logarithms; use 'sliding'"
+            )
 
     def reset_parameters(self):
         """Start values; tensors that were just loaded are left alone."""
@@ -122,6 +128,7 @@ class LinearizedHeads(nn.Module):
             softcap=softcap,
             sink_logit=sink_logit if window else None,
             linear=linear,
+            window_kind=self.window_kind,
         )
 
     def forward(
@@ -176,7 +183,7 @@ class LinearizedHeads(nn.Module):
         state = cache_layer.read(replay) or start()
         if q.shape[2] == 1 and valid is None:
             out, state = hybrid_step(
-                op, q, k, v, state, settled=cache_layer.has_seen(op.window + op.sinks)
+                op, q, k, v, state, settled=cache_layer.has_seen(op.reach + op.sinks)
             )
         else:
             out, state = hybrid_chunked(op, q, k, v, state, valid=valid)

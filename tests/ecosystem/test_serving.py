@@ -146,6 +146,6 @@ def test_the_server_of_transformers_alone_finds_no_class_of_another_package(fold
     for trusting in (False, True):
         manager = ModelManager(device="cpu", model_timeout=-1, trust_remote_code=trusting)
         with pytest.raises(
-            AttributeError, match="transformers has no .*LinearizedLlamaForCausalLM"
+            AttributeError, match=r"transformers has no .*LinearizedLlamaForCausalLM"
         ):
             manager.load_model_and_processor(str(folder))

@@ -53,7 +53,9 @@ def trained(trainer):
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize(
-    "way", [dict(padding_free=True), dict(packing=True, max_length=80)], ids=["padding-free", "packing"]
+    "way",
+    [dict(padding_free=True), dict(packing=True, max_length=80)],
+    ids=["padding-free", "packing"],
 )  # fmt: skip
 def test_packed_documents_train_as_a_padded_batch(sft, lora, way):
     losses, padded = trained(sft(lora))
