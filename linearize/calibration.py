@@ -48,7 +48,12 @@ def log_masses(linearized, q, k, v, queries, weight, *, sink_logit=None, heads=N
     exact, linear = (
         mask[:, None]
         for mask in masks(
-            valid, inputs.get("documents"), linearized.window, linearized.sinks, queries
+            valid,
+            inputs.get("documents"),
+            linearized.window,
+            linearized.sinks,
+            queries,
+            linearized.window_kind,
         )
     )
 

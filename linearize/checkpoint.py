@@ -30,6 +30,7 @@ ADAPTER, NEW_PARAMETERS = "adapter", "linearized.safetensors"
 NEW = ".linearized."
 CONVERT = (
     "layers", "softmax_heads", "window", "sinks", "feature_map", "feature_dim", "mixing", "k_map",
+    "window_kind",
     "seed",
 )  # fmt: skip
 SAMPLES = 1024  # values of each tensor that enter the hash
@@ -110,8 +111,7 @@ def load_adapter(path: str | Path, config: PreTrainedConfig, **kwargs: Any) -> n
         raise ValueError(
             f"{path}: an adapter is put on unquantized weights, but {delta['base_model']} was "
             "loaded quantized; load the adapter as it is, save it whole (save_pretrained), and "
-            "load "
-            "that with quantization_config"
+            "load that with quantization_config"
         )
     if base_hash(base) != delta["base_hash"]:
         raise ValueError(

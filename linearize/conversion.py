@@ -215,6 +215,7 @@ def convert(
     feature_dim=None,
     mixing="calibrated",
     k_map="kv_head",
+    window_kind="sliding",
     seed=0,
 ):
     """The linearized form of a softmax causal LM.
@@ -235,6 +236,8 @@ def convert(
             "kernel".
         k_map: "kv_head" shares the map of k, and the state, among the query heads of a group;
             "q_head" does not.
+        window_kind: "sliding", the last `window` keys; or "terrace", as in published LoLCATs: the
+            query's own block of `window` positions and the block before.
         seed: of random start values.
 
     Raises:
@@ -255,6 +258,7 @@ def convert(
         feature_dim=feature_dim,
         mixing=mixing,
         k_map=k_map,
+        window_kind=window_kind,
         seed=seed,
     )
     if mixing == "kernel" and feature_map == "hedgehog":

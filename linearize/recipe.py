@@ -29,6 +29,7 @@ FeatureMap = Literal[
 Mixing = Literal["calibrated", "lolcats", "kernel"]
 KMap = Literal["kv_head", "q_head"]
 RecallTask = Literal["associative", "passkey", "needle", "key_value"]
+WindowKind = Literal["sliding", "terrace"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -117,6 +118,9 @@ class ConvertSection(Section):
     mixing: Mixing = Field("calibrated", description="How exact and linear weights are joined.")
     k_map: KMap = Field(
         "kv_head", description="One map (and state) of keys per key/value or query head."
+    )
+    window_kind: WindowKind = Field(
+        "sliding", description="'terrace': the query's own block of keys, and the one before."
     )
 
 

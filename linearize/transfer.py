@@ -22,6 +22,7 @@ from linearize.losses import (
     with_gradient,
 )
 from linearize.modeling.attention import linearized_modules, transfer
+from linearize.modeling.configuration_linearized import LinearizeConfig
 from linearize.modeling.rows import take_rows
 from linearize.queries import draw_queries, eligible, position_table, spread, weigh_positions
 from linearize.training import collate, preserved, train
@@ -194,8 +195,13 @@ def _check(
 
 
 def exact_tokens(model):
-    """W + N: queries at earlier positions of a document see no linear key."""
-    return model.config.linearize_config["window"] + model.config.linearize_config["sinks"]
+    """Queries at earlier positions of a document see no linear key: W + N, or the first block that
+    neither the sinks nor the block before its own reaches.
+    """
+    section = LinearizeConfig.from_dict(model.config.linearize_config)
+    if section.window_kind == "terrace":
+        return section.window * (section.sinks // section.window + 2)
+    return section.window + section.sinks
 
 
 class TransferObjective:

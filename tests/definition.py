@@ -79,11 +79,14 @@ def row_weights(heads, head, exact_scores, similarities, sink_logit=None):
     return exact[: len(exact_scores)], linear, exact[len(exact_scores) :]
 
 
-def visible_keys(t, valid, documents, window, sinks):
+def visible_keys(t, valid, documents, window, sinks, kind="sliding"):
     """(exact, linear): lists of the keys that query t of one row sees."""
     seen = [s for s in range(t + 1) if valid[s] and documents[s] == documents[t]]
     newest = len(seen) - 1
-    exact = [s for position, s in enumerate(seen) if newest - position < window or position < sinks]
+    first = newest - window + 1
+    if kind == "terrace" and window:  # the query's own block, and the one before
+        first = (newest // window - 1) * window
+    exact = [s for position, s in enumerate(seen) if position >= first or position < sinks]
     return exact, [s for s in seen if s not in exact]
 
 
@@ -103,7 +106,9 @@ def define(case, q, k, v, *, valid=None, documents=None):
                 weights.append(row)
                 if not valid[b][t]:
                     continue
-                exact, linear = visible_keys(t, valid[b], documents[b], op.window, op.sinks)
+                exact, linear = visible_keys(
+                    t, valid[b], documents[b], op.window, op.sinks, op.window_kind
+                )
                 linear = linear if op.linear else []
                 scores = k[b, g, exact] @ q[b, h, t] * op.scaling
                 if op.softcap is not None:
@@ -160,7 +165,7 @@ class Case:
 def make_case(
     feature_map="hedgehog", mixing="calibrated", *, tokens=13, window=4, sinks=2, batch=2, heads=4,
     kv_heads=2, k_map="kv_head", dim=6, v_dim=5, dtype=torch.float64, seed=0, size=1.0, linear=True,
-    softcap=None, sink_logit=False, feature_dim=None,
+    softcap=None, sink_logit=False, feature_dim=None, window_kind="sliding",
 ):  # fmt: skip
     """A Case with random weights in every map and mixing parameter."""
     generator = torch.Generator().manual_seed(seed)
@@ -179,7 +184,7 @@ def make_case(
         base_model_type="llama", layers=[0], geometry={"0": shape}, window=max(window, 1),
         sinks=sinks, feature_map=feature_map,
         feature_dim=feature_dim or FEATURE_DIMS[feature_map],
-        mixing=mixing, k_map=k_map, seed=seed,
+        mixing=mixing, k_map=k_map, seed=seed, window_kind=window_kind,
     )  # fmt: skip
     module = LinearizedHeads(section, 0)
     module.reset_parameters()

@@ -15,7 +15,7 @@ from linearize.evaluation.probes import TASKS
 from linearize.evaluation.recall import recall
 from linearize.finetuning import finetune
 from linearize.loading import DTYPES, EMBEDDED
-from linearize.modeling.configuration_linearized import K_MAPS, MIXING_RULES
+from linearize.modeling.configuration_linearized import K_MAPS, MIXING_RULES, WINDOW_KINDS
 from linearize.modeling.feature_maps import FEATURE_MAPS
 from linearize.recipe import Recipe, describe, json_schema, load_recipe
 from linearize.transfer import transfer_attention
@@ -352,6 +352,7 @@ def test_defaults_of_self_are_those_of_the_library():
         ("ConvertSection", "feature_map", FEATURE_MAPS),
         ("ConvertSection", "mixing", MIXING_RULES),
         ("ConvertSection", "k_map", K_MAPS),
+        ("ConvertSection", "window_kind", WINDOW_KINDS),
         ("TransferSection", "loss", transfer.LOSSES),
         ("TransferSection", "position_weights", transfer.POSITION_WEIGHTS),
         ("TransferSection", "mixing_start", transfer.MIXING_STARTS),

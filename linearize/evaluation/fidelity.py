@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from linearize.evaluation.windows import UNSCORED, Documents, read_text
 from linearize.losses import LOWEST_LOG_WEIGHT, teacher_log_weights
 from linearize.modeling.attention import linearized_modules, transfer
+from linearize.modeling.ops import masks
 from linearize.modeling.rows import take_rows
+from linearize.modeling.softmax import place_heads
 from linearize.training import evaluating
 
 MEASURES = ("output_error", "attention_kl", "beyond_window", "student_beyond_window")
@@ -40,7 +42,8 @@ def fidelity(
     - student_beyond_window: the same share of the student's weight.
 
     They are taken over at most 128 evenly spread queries of each window of text, out of those that
-    have keys beyond W + N. A layer with fewer heads than another ends in nan.
+    have keys beyond W + N. A layer with fewer heads than another ends in nan;
+    heads that stay softmax have nan.
 
     Args:
         model: A converted model whose other weights are the teacher's.
@@ -56,7 +59,7 @@ def fidelity(
         ValueError: The model is not converted.
     """
     check_converted(model, "fidelity")
-    sums: dict[int, Tensor] = {layer: torch.zeros(()) for layer in linearized_modules(model)}
+    sums: dict[int, Tensor] = {layer: torch.zeros(6, 1) for layer in linearized_modules(model)}
     exact = sum(window_and_sinks(model))
     windows = read_text(tokenizer, text).windows(length=length)
     read = 0
@@ -81,25 +84,27 @@ def _sums_of_window(model: nn.Module, ids: Tensor) -> dict[int, Tensor]:
     teacher's and the student's weight beyond the window, and the number of queries.
     """
     window, sinks = window_and_sinks(model)
-    index = torch.arange(ids.shape[1], device=ids.device)
     queries = spread(window + sinks, ids.shape[1]).to(ids.device)[None]  # [1, Q]
-    beyond = (index >= sinks) & (index <= queries[0, :, None] - window)  # [Q, T]
+    everything = torch.ones_like(ids, dtype=torch.bool)
     sums = {}
 
-    def observe(module, q, k, v, teacher_out, *, attention_mask, **inputs):
-        rows = module.linearized(q, k, v, queries=queries, weights=True, **inputs)
+    def observe(module, q, k, v, teacher_out, *, attention_mask, heads=None, **inputs):
+        rows = module.linearized(q, k, v, queries=queries, weights=True, heads=heads, **inputs)
         target = teacher_log_weights(q, k, queries, **inputs)  # [1, H, Q, T]
+        kind = module.linearized.window_kind
+        beyond = masks(everything, None, window, sinks, queries, kind)[1]  # [1, Q, T]
         out, weights = take_rows(teacher_out, queries).double(), target.exp()
         gap = target.masked_fill(weights == 0, 0) - rows.log_weights.clamp(min=LOWEST_LOG_WEIGHT)
         found = (
             (rows.out.double() - out).square().sum(-1),
             out.square().sum(-1),
             (weights * gap).sum(-1),
-            (weights * beyond).sum(-1),
+            (weights * beyond[:, None]).sum(-1),
             rows.linear_mass,
             torch.ones_like(rows.linear_mass),
         )  # [1, H, Q] each
-        sums[module.layer_idx] = torch.stack([x.double().sum((0, 2)) for x in found]).cpu()
+        total = torch.stack([x.double().sum((0, 2)) for x in found]).cpu()
+        sums[module.layer_idx] = place_heads(total, heads, module.linearized.num_kv_heads)
 
     with transfer(model, observe):
         model(input_ids=ids, use_cache=False, logits_to_keep=1)

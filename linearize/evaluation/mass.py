@@ -18,6 +18,7 @@ from linearize.logits import run_body
 from linearize.losses import teacher_log_weights
 from linearize.modeling.attention import linearized_modules
 from linearize.modeling.ops import masks
+from linearize.modeling.softmax import place_heads
 from linearize.training import evaluating
 
 SCORES = ("scaling", "softcap", "sink_logit", "valid", "documents")
@@ -49,7 +50,7 @@ def linear_mass(
     Returns:
         {"linear", "softmax", "layers", "num_windows", "num_queries"}: a layer has "linear",
         "linear_se", "softmax", lists with one number per head; "softmax" is the weight that softmax
-        attention gives the keys of the linear branch. At the top are the means. An empty "layers"
+        attention gives the keys of the linear branch. Heads that stay softmax have 0. At the top are the means. An empty "layers"
         says that no window of text reaches beyond W + N.
 
     Raises:
@@ -94,7 +95,8 @@ def _shares(
 ) -> Tensor:
     """[2, H] for one window: weight of the linear keys here, and under softmax attention."""
     scores = {name: kwargs[name] for name in SCORES if name in kwargs}
-    rows = heads.forward(q, k, v, queries=queries, weights=True, **scores)
+    some = kwargs.get("heads")
+    rows = heads.forward(q, k, v, queries=queries, weights=True, heads=some, **scores)
     softmax = teacher_log_weights(q, k, queries, **scores).exp()  # [1, H, Q, T]
     everything = torch.ones(1, q.shape[2], dtype=torch.bool, device=q.device)
     valid = kwargs.get("valid")
@@ -104,9 +106,11 @@ def _shares(
         heads.window,
         heads.sinks,
         queries,
+        heads.window_kind,
     )[1]
     teacher = (softmax * linear[:, None]).sum(-1)
-    return torch.stack([rows.linear_mass[0].mean(-1), teacher[0].mean(-1)]).double().cpu()
+    found = torch.stack([rows.linear_mass[0].mean(-1), teacher[0].mean(-1)]).double().cpu()
+    return place_heads(found, some, heads.num_kv_heads)
 
 
 def _by_head(shares: Tensor) -> dict[str, list[float | None]]:

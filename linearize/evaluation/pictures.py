@@ -28,6 +28,7 @@ from linearize.evaluation.fidelity import (
 from linearize.evaluation.windows import Documents, read_text
 from linearize.losses import teacher_log_weights
 from linearize.modeling.attention import linearized_modules, transfer
+from linearize.modeling.softmax import place_heads
 from linearize.training import evaluating
 
 CODES_PER_DECADE = 51
@@ -181,9 +182,11 @@ def _teacher_log_weights(
     """{layer: log weights [1, H, Q, T]} of the softmax attention of the model's own weights."""
     found = {}
 
-    def observe(module, q, k, v, out, *, attention_mask, **inputs):
+    def observe(module, q, k, v, out, *, attention_mask, heads=None, **inputs):
         if module.layer_idx in layers:
-            found[module.layer_idx] = teacher_log_weights(q, k, queries, **inputs)
+            weights = teacher_log_weights(q, k, queries, **inputs)
+            heads_of = module.linearized.num_kv_heads
+            found[module.layer_idx] = place_heads(weights, heads, heads_of)
 
     with transfer(model, observe):
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
@@ -197,9 +200,11 @@ def _student_log_weights(
     found = {}
 
     def watch(layer):
-        def before(heads, qkv, options):
+        def before(linearized, qkv, options):
             options = {**options, "queries": queries, "weights": True}
-            found[layer] = heads.forward(*qkv, **options).log_weights
+            weights = linearized.forward(*qkv, **options).log_weights
+            heads = options.get("heads")
+            found[layer] = place_heads(weights, heads, linearized.num_kv_heads)
 
         return before
 

@@ -164,7 +164,7 @@ def _linearized_base(
         return base_model
     weights = chain(base_model.parameters(), base_model.buffers())
     twin = deepcopy(base_model, {id(tensor): tensor for tensor in weights})
-    kept = ("layers", "softmax_heads", "window", "sinks")
+    kept = ("layers", "softmax_heads", "window", "sinks", "window_kind")
     return convert(twin, **{name: getattr(section, name) for name in kept})
 
 

@@ -30,7 +30,7 @@ logger = logging.getLogger("linearize.kernels")
 
 def find(
     q, k, v, *, window, sinks, features, log_k=False, softcap=None, sink_logit=None, linear=True,
-    padded=False, mode=None,
+    terraced=False, padded=False, mode=None,
 ):  # fmt: skip
     """`operators.hybrid` if the kernels can do this call and are wanted, else None.
 
@@ -45,6 +45,7 @@ def find(
         softcap: the teacher's, or None.
         sink_logit: the teacher's, or None.
         linear: whether the linear part is on.
+        terraced: whether the window is a terrace instead of a sliding one.
         padded: whether rows hold padding.
         mode: auto, torch or triton instead of LINEARIZE_KERNELS.
 
@@ -53,13 +54,13 @@ def find(
     """
     reason = (
         "the keys have log features" if log_k else "rows are padded" if padded else None
-    ) or _unable(q, k, v, window, sinks, features, softcap, sink_logit, linear)
+    ) or _unable(q, k, v, window, sinks, features, softcap, sink_logit, linear, terraced)
     return _decide("prefill and training", q, v, reason, operators.hybrid, mode)
 
 
 def find_step(
     q, k, v, state, *, feature_map, window, sinks, softcap=None, sink_logit=None, linear=True,
-    mode=None,
+    terraced=False, mode=None,
 ):  # fmt: skip
     """`operators.hybrid_step` if a kernel can do this token and is wanted, else None.
 
@@ -80,7 +81,7 @@ def find_step(
         reason = "the state is a view into other tensors"
     else:
         features = state[0].shape[2]
-        reason = _unable(q, k, v, window, sinks, features, softcap, sink_logit, linear)
+        reason = _unable(q, k, v, window, sinks, features, softcap, sink_logit, linear, terraced)
     return _decide("decoding", q, v, reason, operators.hybrid_step, mode)
 
 
@@ -121,7 +122,7 @@ def _unavailable(device, mode):
     return None
 
 
-def _unable(q, k, v, window, sinks, features, softcap, sink_logit, linear):
+def _unable(q, k, v, window, sinks, features, softcap, sink_logit, linear, terraced):
     """Why the kernels cannot do this operator, or None."""
     size = max(q.shape[-1], v.shape[-1])
     checks = (
@@ -132,6 +133,7 @@ def _unable(q, k, v, window, sinks, features, softcap, sink_logit, linear):
         (sinks > MOST_SINKS, f"{sinks} sinks are above {MOST_SINKS}"),
         (window < 1, "there is no window"),
         (not linear, "the linear part is off"),
+        (terraced, "the window is a terrace"),
         (softcap is not None, "scores are soft-capped"),
         (sink_logit is not None, "the teacher has a learned sink logit"),
     )

@@ -21,7 +21,8 @@ def find_kernel(op, q, k, v, state, valid):
         return None
     return kernels.find(
         q, k, v, window=op.window, sinks=op.sinks, features=state.z.shape[-1], log_k=op.log_k,
-        softcap=op.softcap, sink_logit=op.sink_logit, linear=op.linear, padded=valid is not None,
+        softcap=op.softcap, sink_logit=op.sink_logit, linear=op.linear, terraced=op.terraced,
+        padded=valid is not None,
     )  # fmt: skip
 
 
@@ -52,6 +53,7 @@ def step_in_place(op, q, k, v, state):
     step = kernels.find_step(
         q, k, v, state, feature_map=op.phi_k.step_kernel if whole else None, window=op.window,
         sinks=op.sinks, softcap=op.softcap, sink_logit=op.sink_logit, linear=op.linear,
+        terraced=op.terraced,
     )  # fmt: skip
     if step is None:
         return None

@@ -58,6 +58,7 @@ class LinearizedHeads(nn.Module):
                 f"convert.feature_map: {section.feature_map!r} is not known; choose one of {known}"
             )
         self.window, self.sinks, self.mixing = section.window, section.sinks, section.mixing
+        self.window_kind = section.window_kind
         self.num_heads, self.num_kv_heads = shape["num_heads"], shape["num_key_value_heads"]
         self.state_heads = self.num_kv_heads if section.k_map == "kv_head" else self.num_heads
         make = FEATURE_MAPS[section.feature_map]
@@ -79,6 +80,11 @@ class LinearizedHeads(nn.Module):
             if self.mixing == "calibrated":
                 self.alpha = nn.Parameter(torch.empty(self.num_heads))
         self.float()
+        if self.window_kind == "terrace" and self.feature_map_k.log_space:
+            raise ValueError(
+                "convert.window_kind: 'terrace' is not possible with feature_map "
+                f"{section.feature_map!r}, whose features are logarithms; use 'sliding'"
+            )
 
     def reset_parameters(self):
         """Start values; tensors that were just loaded are left alone."""
@@ -143,6 +149,7 @@ class LinearizedHeads(nn.Module):
             softcap=softcap,
             sink_logit=sink_logit if window else None,
             linear=linear,
+            window_kind=self.window_kind,
         )
 
     def forward(
@@ -200,7 +207,7 @@ class LinearizedHeads(nn.Module):
             out = step_in_place(op, q, k, v, state) if cache_layer.owns(state) else None
             if out is None:
                 out, state = hybrid_step(
-                    op, q, k, v, state, settled=cache_layer.has_seen(op.window + op.sinks)
+                    op, q, k, v, state, settled=cache_layer.has_seen(op.reach + op.sinks)
                 )
         else:
             out, state = hybrid_chunked(op, q, k, v, state, valid=valid)

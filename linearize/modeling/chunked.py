@@ -1,8 +1,8 @@
 """The hybrid operator in chunks: what training, prefill and every machine without a kernel run.
 
 Legend as in `ops`: B batch, H query heads, G key/value heads, HS state heads, R query heads per
-group, T tokens, D head size, Dv value size, F features, C chunk, n chunks, W window, N sinks, P =
-max(W - 1, 0) earlier tokens that a window needs.
+group, T tokens, D head size, Dv value size, F features, C chunk, n chunks, W window, N sinks, P
+earlier tokens that a window needs, see `ops`.
 
 A segment of T tokens stands behind the P tokens before it on one axis of P + T keys. Query t is key
 P + t, so the exact keys of chunk c are the P + C that end with its last query, and the key that
@@ -128,8 +128,9 @@ def _segment(op, q, k, v, state, valid, C):
         counts[:, T:] = False
         inner = _linear_chunks_log if op.log_k else _linear_chunks
         linear, carry = inner(
-            op, q, keys[:, :, : n * C], values[:, :, : n * C], counts[:, : n * C], state, C
-        )
+            op, q, keys[:, :, : n * C], values[:, :, : n * C], counts[:, : n * C], state, C,
+            *([_far_chunks(op, q, keys, values, place, there, C)] if op.terraced else []),
+        )  # fmt: skip
     out = join(op, exact, linear)[:, :, :T].to(v.dtype)
     if (
         order is not None
@@ -162,7 +163,10 @@ def _exact_chunks(op, q, keys, values, sink_k, sink_v, place, there, C):
     if op.window:
         age = torch.arange(C, device=q.device)[:, None] + P - torch.arange(P + C, device=q.device)
         counts = (there & (place >= N)).unfold(1, P + C, C)[:, :, None]  # [B, n, 1, P + C]
-        mask.append((age >= 0) & (age < op.window) & counts)
+        near = (
+            op.near(at, place.unfold(1, P + C, C)[:, :, None]) if op.terraced else age < op.window
+        )
+        mask.append((age >= 0) & near & counts)
         spans = [(*s, x.to(wide).unfold(2, P + C, C).mT) for s, x in zip(spans, (keys, values))]
     mask = torch.cat(mask, -1)[:, None, :, None]  # [B, 1, n, 1, C, N + P + C]
     per_head = (None if p is None else p.to(wide).view(G, 1, R, 1, 1) for p in op.per_head)
@@ -181,10 +185,25 @@ def _triangle(op, C, heads, device):
     )
 
 
-def _linear_chunks(op, q, keys, values, counts, state, C):
+def _far_chunks(op, q, keys, values, place, there, C):
+    """(features of keys [B, HS, n, F, P + C], their values, mask [B, 1, n, R C, P + C]): what the
+    queries of each chunk read linearly among the keys that are held for other queries' terraces.
+    """
+    P, HS = op.past, op.state_heads
+    features = op.phi_k(state_heads_of(op, keys)).unfold(2, P + C, C)
+    values = state_heads_of(op, values).to(features.dtype).unfold(2, P + C, C).mT
+    at = place[:, P:].unflatten(1, (-1, C))[..., None]  # [B, n, C, 1]
+    held = place.unfold(1, P + C, C)[:, :, None]
+    age = torch.arange(C, device=q.device)[:, None] + P - torch.arange(P + C, device=q.device)
+    counts = (there & (place >= op.sinks)).unfold(1, P + C, C)[:, :, None]
+    mask = ((age >= 0) & (age <= P) & counts & ~op.near(at, held)).repeat(1, 1, q.shape[1] // HS, 1)
+    return features, values, mask[:, None]
+
+
+def _linear_chunks(op, q, keys, values, counts, state, C, far=None):
     """Linear part of all chunks, and (S, z, shift) after them.
 
-    keys[t] is the key that leaves the window at query t.
+    keys[t] is the key that leaves what is held at query t; `far` is from `_far_chunks`.
     """
     HS = op.state_heads
     fk = op.phi_k(state_heads_of(op, keys)) * counts[:, None, :, None]
@@ -198,6 +217,10 @@ def _linear_chunks(op, q, keys, values, counts, state, C):
     inner = (fq @ fk.mT) * _triangle(op, C, q.shape[1] // HS, q.device)
     num = fq @ S[:, :, :-1] + inner @ v
     den = fq @ z[:, :, :-1, :, None] + inner.sum(-1, keepdim=True)
+    if far is not None:
+        features, held_v, mask = far
+        weights = (fq @ features) * mask  # [B, HS, n, R C, P + C]
+        num, den = num + weights @ held_v, den + weights.sum(-1, keepdim=True)
     return tuple(_unchunk(x, C) for x in linear_part(num, den, scale)), (
         S[:, :, -1],
         z[:, :, -1],

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 FORMAT_VERSION = 1
 MIXING_RULES = ("calibrated", "lolcats", "kernel")
 K_MAPS = ("kv_head", "q_head")
+WINDOW_KINDS = ("sliding", "terrace")
 
 
 @dataclass(frozen=True)
@@ -14,8 +15,8 @@ class LinearizeConfig:
     layers are the indices of the linearized layers; softmax_heads {layer: [key/value heads]} those
     of their heads that stay softmax, with the query heads of their groups; window the number of
     exact keys including the query's own; sinks the number of first tokens that stay exact;
-    feature_dim the size of a feature map's projection (None: the map's own default); mixing and
-    k_map one of MIXING_RULES and K_MAPS; geometry {layer: {num_heads, num_key_value_heads, qk_dim,
+    feature_dim the size of a feature map's projection (None: the map's own default); mixing,
+    k_map and window_kind one of MIXING_RULES, K_MAPS and WINDOW_KINDS; geometry {layer: {num_heads, num_key_value_heads, qk_dim,
     v_dim, scaling}} as seen by the attention function. delta, in an adapter-only repository:
     {base_model, revision, subfolder, base_hash}.
     """
@@ -31,6 +32,7 @@ class LinearizeConfig:
     k_map: str = "kv_head"
     seed: int = 0
     softmax_heads: dict = field(default_factory=dict)
+    window_kind: str = "sliding"
     delta: dict | None = None
     version: int = field(default=FORMAT_VERSION)
 
@@ -47,7 +49,11 @@ class LinearizeConfig:
                     f"convert.{name}: {value!r} is not allowed; give a whole number of at least "
                     f"{low}"
                 )
-        for name, allowed in (("mixing", MIXING_RULES), ("k_map", K_MAPS)):
+        for name, allowed in (
+            ("mixing", MIXING_RULES),
+            ("k_map", K_MAPS),
+            ("window_kind", WINDOW_KINDS),
+        ):
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(

@@ -3,12 +3,14 @@ forms share.
 
 Legend: B batch, H query heads, G key/value heads, HS state heads (G, or H when every query head has
 its own map of k), R = H / HS, T tokens, D head size, Dv value size, F features, C chunk, W window,
-N sinks, P = max(W - 1, 0) earlier tokens that a window needs. Layout [B, H, T, D]. Scores,
+N sinks, P earlier tokens that a window
+needs: W - 1, or 2 W - 1 in a terrace, and 0 without a window. Layout [B, H, T, D]. Scores,
 features, normaliser and state are fp32 (fp64 for fp64 input).
 
 For a query t of one document, with positions counted among the valid tokens of the document,
 
-    E_t    the last W positions including t, and the first N positions: exact weights
+    E_t    the last W positions including t, and the first N positions: exact weights. With window
+           kind "terrace" the window is t's own block of W positions, up to t, and the block before
     Lin_t  every other position <= t: linear weights
     m_t    the largest score s_ts over E_t
     a_ts = exp(beta + alpha m_t) exp(s_ts - m_t)  on E_t
@@ -64,10 +66,24 @@ class Hybrid:
     softcap: float | None = None
     sink_logit: torch.Tensor | None = None
     linear: bool = True
+    window_kind: str = "sliding"
+
+    @property
+    def terraced(self):
+        return self.window_kind == "terrace" and self.window > 0
+
+    @property
+    def reach(self):
+        """Keys that are held because a window may need them, the query's own included."""
+        return 2 * self.window if self.terraced else self.window
 
     @property
     def past(self):
-        return max(self.window - 1, 0)
+        return max(self.reach - 1, 0)
+
+    def near(self, query, key):
+        """Whether keys at positions `key` lie in the windows of queries at `query`, not before."""
+        return in_window(query, key, self.window, self.window_kind)
 
     @property
     def per_head(self):
@@ -104,6 +120,13 @@ class Rows(NamedTuple):
     linear_mass: torch.Tensor  # [B, H, Q], the share of the row's weight that is linear
 
 
+def in_window(query, key, window, kind):
+    """Whether positions `key` <= `query` are in the window."""
+    if kind == "terrace" and window:
+        return key // window >= query // window - 1
+    return query - key < window
+
+
 def compute_dtype(x):
     return torch.promote_types(x.dtype, torch.float32)
 
@@ -138,7 +161,7 @@ def positions(valid, documents):
     return count - torch.where(border, before, 0).cummax(1).values
 
 
-def masks(valid, documents, window, sinks, queries=None):
+def masks(valid, documents, window, sinks, queries=None, kind="sliding"):
     """Which pairs are exact and which are linear: two bool masks [B, Q, T]; each causal pair is in
     exactly one.
 
@@ -155,8 +178,8 @@ def masks(valid, documents, window, sinks, queries=None):
     )
     if documents is not None:
         seen = seen & (documents[:, None] == documents.gather(1, queries)[..., None])
-    age = place.gather(1, queries)[..., None] - place[:, None]  # [B, Q, T]
-    exact = (age < window) | (place[:, None] < sinks)
+    at, place = place.gather(1, queries)[..., None], place[:, None]  # [B, Q, 1], [B, 1, T]
+    exact = in_window(at, place, window, kind) | (place < sinks)
     return seen & exact, seen & ~exact
 
 
@@ -171,7 +194,8 @@ def hybrid_quadratic(op, q, k, v, *, valid=None, documents=None, queries=None):
     """
     B, H, T, D = q.shape
     valid = torch.ones(B, T, dtype=torch.bool, device=q.device) if valid is None else valid
-    exact, linear = (m[:, None] for m in masks(valid, documents, op.window, op.sinks, queries))
+    settings = op.window, op.sinks, queries, op.window_kind
+    exact, linear = (m[:, None] for m in masks(valid, documents, *settings))
     if queries is not None:
         q = q.gather(2, queries[:, None, :, None].expand(B, H, -1, D))
     wide, G = compute_dtype(q), k.shape[1]
@@ -369,7 +393,7 @@ def hybrid_step(op, q, k, v, state, *, settled=False):
             group(q.squeeze(2), G),
             wide_k[:, :, exact_keys],
             wide_v[:, :, exact_keys],
-            None if settled else _step_mask(op, seen),
+            None if settled and not op.terraced else _step_mask(op, seen),
             *per_head,
         )
         exact = tuple(x.flatten(1, 2) for x in exact)  # [B, H, Dv], [B, H, 1]
@@ -377,18 +401,35 @@ def hybrid_step(op, q, k, v, state, *, settled=False):
     if op.linear:
         fq = group(op.phi_q(q).squeeze(2), op.state_heads)  # [B, HS, R, F]
         fq, scale = row_scaled(op, fq + shift.unsqueeze(2) if op.log_k else fq)
-        linear = linear_part(fq @ S, fq @ z.unsqueeze(-1), scale)
-        linear = tuple(x.flatten(1, 2) for x in linear)
+        num, den = fq @ S, fq @ z.unsqueeze(-1)
+        if op.terraced:  # keys that are held, and not in the window
+            place = _held(op, seen)
+            far = (place >= N) & ~op.near(seen[:, None], place)
+            features = op.phi_k(state_heads_of(op, wide_k[:, :, N:])) * far[:, None, :, None]
+            weights = fq @ features.mT  # [B, HS, R, 2 W]
+            num = num + weights @ state_heads_of(op, wide_v[:, :, N:]).to(weights.dtype)
+            den = den + weights.sum(-1, keepdim=True)
+        linear = tuple(x.flatten(1, 2) for x in linear_part(num, den, scale))
     out = join(op, exact, linear).unsqueeze(2).to(v.dtype)
     window_k, window_v = all_k[:, :, N + 1 :], all_v[:, :, N + 1 :]
     return out, State(*added, sink_k, sink_v, window_k, window_v, seen + 1)
 
 
 def _step_mask(op, seen):
-    """Which of the sinks and of the window's keys the next token sees, [B, 1, 1, 1, N + W]."""
+    """Which of the sinks and of the keys that are held the next token sees, [B, 1, 1, 1, N +
+    reach].
+    """
     sinks = torch.arange(op.sinks, device=seen.device) <= seen[:, None]
-    window = torch.arange(op.window, device=seen.device) + (seen - op.past)[:, None] >= op.sinks
+    place = _held(op, seen)
+    window = place >= op.sinks
+    if op.terraced:
+        window = window & op.near(seen[:, None], place)
     return torch.cat([sinks, window], 1)[:, None, None, None]
+
+
+def _held(op, seen):
+    """Positions [B, reach] of the keys that are held for windows, at token `seen`."""
+    return torch.arange(op.reach, device=seen.device) + (seen - op.past)[:, None]
 
 
 def hybrid_recurrent(op, q, k, v, state):

@@ -33,7 +33,9 @@ def hybrid_rows(op, q, k, v, queries, *, documents=None):
     linear = None
     if op.linear:
         index, first = index[:, None], start[..., None] + op.sinks
-        there = (first <= index) & (index <= queries[..., None] - op.window)
+        at = (queries - start)[..., None]
+        far = ~op.near(at, index - start[..., None])
+        there = (first <= index) & (index <= queries[..., None]) & far
         linear = _linear_rows(op, q, k, v, there)
     return join(op, exact, linear)
 
@@ -41,9 +43,13 @@ def hybrid_rows(op, q, k, v, queries, *, documents=None):
 def _exact_rows(op, q, k, v, queries, start):
     """(output [B, H, Q, Dv], log mass [B, H, Q, 1]) of each query's window and sinks."""
     wide, G = compute_dtype(q), k.shape[1]
-    window = queries[..., None] - torch.arange(op.window, device=q.device)  # [B, Q, W]
+    window = queries[..., None] - torch.arange(op.reach, device=q.device)  # [B, Q, reach]
     sinks = start[..., None] + torch.arange(op.sinks, device=q.device)  # [B, Q, N]
-    there = torch.cat([window >= start[..., None], sinks <= queries[..., None] - op.window], -1)
+    there = [window >= start[..., None], sinks <= queries[..., None] - op.reach]
+    if op.terraced:
+        place = window - start[..., None]
+        there[0] = there[0] & (op.near((queries - start)[..., None], place) | (place < op.sinks))
+    there = torch.cat(there, -1)
     index = torch.cat([window, sinks], -1).clamp(min=0, max=k.shape[2] - 1).flatten(1)
     keys, values = (
         take_rows(x, index).unflatten(2, (queries.shape[1], -1)).to(wide) for x in (k, v)

@@ -31,6 +31,17 @@ def take_heads(x, heads, num_kv_heads, dim=1):
     return torch.cat([x.narrow(dim, g * size, size) for g in heads], dim)
 
 
+def place_heads(x, heads, num_kv_heads, dim=1):
+    """The inverse of `take_heads`, with zeros for the other heads; x as it is if heads is None."""
+    if heads is None:
+        return x
+    size = x.shape[dim] // len(heads)
+    index = [g * size + r for g in heads for r in range(size)]
+    shape = list(x.shape)
+    shape[dim] = num_kv_heads * size
+    return x.new_zeros(shape).index_copy_(dim, torch.tensor(index, device=x.device), x)
+
+
 def join_heads(parts, num_kv_heads):
     """[B, H, T, Dv] from parts {heads: [B, some of H, T, Dv]} that name each head once."""
     size = sum(x.shape[1] for x in parts.values()) // num_kv_heads

@@ -55,6 +55,7 @@ REFUSALS = {
     "65 sinks are above 64": dict(sinks=65),
     "there is no window": dict(window=0),
     "the linear part is off": dict(linear=False),
+    "the window is a terrace": dict(terraced=True),
     "scores are soft-capped": dict(softcap=30.0),
     "the teacher has a learned sink logit": dict(sink_logit=torch.zeros(2)),
     "the keys have log features": dict(log_k=True),
