@@ -151,7 +151,7 @@ def test_stopped_equals_uninterrupted(model, tmp_path, monkeypatch):
 
     def counted(self, *args):
         calls.append(1)
-        if len(calls) % 3 == 2:
+        if len(calls) % 5 == 2:
             raise KeyboardInterrupt
         return sums(self, *args)
 
