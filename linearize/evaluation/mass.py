@@ -50,8 +50,8 @@ def linear_mass(
     Returns:
         {"linear", "softmax", "layers", "num_windows", "num_queries"}: a layer has "linear",
         "linear_se", "softmax", lists with one number per head; "softmax" is the weight that softmax
-        attention gives the keys of the linear branch. Heads that stay softmax have 0. At the top are the means. An empty "layers"
-        says that no window of text reaches beyond W + N.
+        attention gives the keys of the linear branch. Heads that stay softmax have 0. At the top
+        are the means. An empty "layers" says that no window of text reaches beyond W + N.
 
     Raises:
         ValueError: The model is not converted, or there is no text.

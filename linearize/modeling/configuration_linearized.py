@@ -15,9 +15,9 @@ class LinearizeConfig:
     layers are the indices of the linearized layers; softmax_heads {layer: [key/value heads]} those
     of their heads that stay softmax, with the query heads of their groups; window the number of
     exact keys including the query's own; sinks the number of first tokens that stay exact;
-    feature_dim the size of a feature map's projection (None: the map's own default); mixing,
-    k_map and window_kind one of MIXING_RULES, K_MAPS and WINDOW_KINDS; geometry {layer: {num_heads, num_key_value_heads, qk_dim,
-    v_dim, scaling}} as seen by the attention function. delta, in an adapter-only repository:
+    feature_dim the size of a feature map's projection (None: the map's own default); mixing, k_map
+    and window_kind one of MIXING_RULES, K_MAPS and WINDOW_KINDS; geometry {layer: {num_heads,
+    num_key_value_heads, qk_dim, v_dim, scaling}} as seen by the attention function. delta, in an adapter-only repository:
     {base_model, revision, subfolder, base_hash}.
     """
 
