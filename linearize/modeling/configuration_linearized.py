@@ -17,8 +17,8 @@ class LinearizeConfig:
     exact keys including the query's own; sinks the number of first tokens that stay exact;
     feature_dim the size of a feature map's projection (None: the map's own default); mixing, k_map
     and window_kind one of MIXING_RULES, K_MAPS and WINDOW_KINDS; geometry {layer: {num_heads,
-    num_key_value_heads, qk_dim, v_dim, scaling}} as seen by the attention function. delta, in an adapter-only repository:
-    {base_model, revision, subfolder, base_hash}.
+    num_key_value_heads, qk_dim, v_dim, scaling}} as seen by the attention function. delta, in an
+    adapter-only repository: {base_model, revision, subfolder, base_hash}.
     """
 
     base_model_type: str
