@@ -225,11 +225,17 @@ def test_an_adapter_is_verified_on_its_base_and_names_it_by_its_public_name(
         with torch.no_grad():
             seen["logits"] = loaded(ids).logits
         assert not without_package
+        delta = json.loads((folder / "config.json").read_text())["linearize_config"]["delta"]
+        assert Path(delta["base_model"]) == base.resolve()  # a fresh process is elsewhere
         return {"with linearize": 0.0}
 
     monkeypatch.setattr(publishing, "verify", compare)
-    output = tmp_path / "adapter"
-    publish(finished, output=output, adapter_only=True, base_model="me/base", device="cpu")
+    monkeypatch.chdir(base.parent)  # where the base model has a relative path
+    copy, output = shutil.copytree(finished, tmp_path / "copy"), tmp_path / "adapter"
+    recipe = yaml.safe_load((copy / "recipe.yaml").read_text())
+    recipe["model"]["path"] = f"./{base.name}"
+    (copy / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    publish(copy, output=output, adapter_only=True, base_model="me/base", device="cpu")
     with torch.no_grad():
         whole = AutoModelForCausalLM.from_pretrained(finished / "model")(ids).logits
     torch.testing.assert_close(seen["logits"], whole, atol=1e-5, rtol=1e-5)
