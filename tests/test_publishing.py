@@ -144,6 +144,7 @@ def test_it_comes_back_from_a_hub_by_its_name(published, tmp_path):
         hub.add("me/x", **contents(published["folder"]))
         environment = dict(os.environ, HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN, HF_HUB_DISABLE_XET="1")
         environment |= {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "PYTHONWARNINGS": "ignore"}
+        environment |= {"HF_HUB_ETAG_TIMEOUT": "300", "HF_HUB_DOWNLOAD_TIMEOUT": "300"}
         command = [sys.executable, "-c", code.replace("Once upon a time", "w1 w2")]
         done = subprocess.run(
             command, capture_output=True, text=True, env=environment, cwd=tmp_path

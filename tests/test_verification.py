@@ -106,6 +106,6 @@ def test_a_folder_that_does_not_load_stops_with_its_reason(tmp_path, said, monke
     monkeypatch.setenv("HF_TOKEN", "a secret")
     monkeypatch.setattr(verification.subprocess, "run", fail)
     ids, expected = said
-    message = "does not load in a fresh process without linearize: OSError: no ops.py in this folder; nothing"
+    message = "in a fresh process without linearize: OSError: no ops.py in this folder; nothing was"
     with pytest.raises(ValueError, match=re.escape(message)):
         verify(tmp_path, expected, ids, dtype=torch.float32)
