@@ -269,8 +269,10 @@ class _Maker:
                 "--adapter-only: an adapter cannot name a GGUF file as its base model "
                 f"({recipe.model.gguf_file}); publish the whole model"
             )
-        trained = unmerged(self.origin, self.model)
-        save_adapter(trained, self.folder, base.place, revision=base.revision)
+        trained, place = unmerged(self.origin, self.model), loading.locate(base.place)
+        if Path(place).is_dir():  # the fresh processes are elsewhere
+            place = str(Path(place).resolve())
+        save_adapter(trained, self.folder, place, revision=base.revision)
         (self.folder / ADAPTER / CARD).unlink(missing_ok=True)  # peft's, with the path of the base
         if isinstance(trained, PeftModel):
             _change(

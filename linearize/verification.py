@@ -5,6 +5,7 @@ Legend: B batch, T tokens, V vocabulary.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -183,9 +184,15 @@ def _ask(folder: Path, ids: torch.Tensor, device: str, installed: str, process: 
             cwd=scratch,
         )
         if done.returncode:
-            said = done.stderr.strip().splitlines() or ["no message"]
             raise ValueError(
-                f"publish: {folder} does not load in a fresh process {process}: {said[-1]}; "
-                "nothing was published"
+                f"publish: {folder} does not load in a fresh process {process}: "
+                f"{_last_error(done.stderr)}; nothing was published"
             )
         return Answer(**load_file(answered) | json.loads(done.stdout.splitlines()[-1]))
+
+
+def _last_error(said: str) -> str:
+    """The message of the exception that ended a process, on one line."""
+    lines = said.strip().splitlines() or ["no message"]
+    starts = [i for i, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return " ".join(line.strip() for line in lines[starts[-1] if starts else -1 :])

@@ -144,6 +144,7 @@ def test_it_comes_back_from_a_hub_by_its_name(published, tmp_path):
         hub.add("me/x", **contents(published["folder"]))
         environment = dict(os.environ, HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN, HF_HUB_DISABLE_XET="1")
         environment |= {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "PYTHONWARNINGS": "ignore"}
+        environment |= {"HF_HUB_ETAG_TIMEOUT": "300", "HF_HUB_DOWNLOAD_TIMEOUT": "300"}
         command = [sys.executable, "-c", code.replace("Once upon a time", "w1 w2")]
         done = subprocess.run(
             command, capture_output=True, text=True, env=environment, cwd=tmp_path
@@ -225,11 +226,17 @@ def test_an_adapter_is_verified_on_its_base_and_names_it_by_its_public_name(
         with torch.no_grad():
             seen["logits"] = loaded(ids).logits
         assert not without_package
+        delta = json.loads((folder / "config.json").read_text())["linearize_config"]["delta"]
+        assert Path(delta["base_model"]) == base.resolve()  # a fresh process is elsewhere
         return {"with linearize": 0.0}
 
     monkeypatch.setattr(publishing, "verify", compare)
-    output = tmp_path / "adapter"
-    publish(finished, output=output, adapter_only=True, base_model="me/base", device="cpu")
+    monkeypatch.chdir(base.parent)  # where the base model has a relative path
+    copy, output = shutil.copytree(finished, tmp_path / "copy"), tmp_path / "adapter"
+    recipe = yaml.safe_load((copy / "recipe.yaml").read_text())
+    recipe["model"]["path"] = f"./{base.name}"
+    (copy / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    publish(copy, output=output, adapter_only=True, base_model="me/base", device="cpu")
     with torch.no_grad():
         whole = AutoModelForCausalLM.from_pretrained(finished / "model")(ids).logits
     torch.testing.assert_close(seen["logits"], whole, atol=1e-5, rtol=1e-5)

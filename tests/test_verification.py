@@ -97,13 +97,15 @@ def test_any_other_difference_stops(tmp_path, monkeypatch, said, changed, messag
 
 
 def test_a_folder_that_does_not_load_stops_with_its_reason(tmp_path, said, monkeypatch):
+    said_by_python = "Traceback ...\nOSError: no ops.py\nin this folder\n"
+
     def fail(command, env, **options):
         assert "HF_TOKEN" not in env and env["HF_HUB_OFFLINE"] == "1"
-        return subprocess.CompletedProcess(command, 1, "", "Traceback ...\nOSError: no ops.py\n")
+        return subprocess.CompletedProcess(command, 1, "", said_by_python)
 
     monkeypatch.setenv("HF_TOKEN", "a secret")
     monkeypatch.setattr(verification.subprocess, "run", fail)
     ids, expected = said
-    message = "does not load in a fresh process without linearize: OSError: no ops.py; nothing was"
+    message = "in a fresh process without linearize: OSError: no ops.py in this folder; nothing was"
     with pytest.raises(ValueError, match=re.escape(message)):
         verify(tmp_path, expected, ids, dtype=torch.float32)
