@@ -27,7 +27,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 LONGEST_FILE = 450
 LONGEST_FUNCTION = 60
 LAZY = (
-    "datasets", "jinja2", "pandas", "peft", "plotly", "pyarrow", "pydantic", "rich", "triton", "typer"
+    "datasets", "jinja2", "pandas", "peft", "plotly", "pyarrow", "pydantic", "rich", "triton",
+    "typer",
 )  # fmt: skip
 NOT_NAMES = {"base", "common", "core", "helper", "helpers", "manager", "misc", "util", "utils"}
 
