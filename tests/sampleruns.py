@@ -77,14 +77,14 @@ def efficiency():
 
 def results(**more):
     return {
-        "output": "/home/somebody/runs/run",
+        "output": "/srv/somebody/runs/run",
         "versions": {"linearize": "0.1.0", "torch": "2"},
         "commit": "0123456789abcdef",
         "hardware": "a computer",
         "seconds_by_step": {"transfer": 12.0},
         "data": {
             "train": {
-                "sources": [{"name": "/home/somebody/text.txt", "documents": 3, "sha256": "cd"}]
+                "sources": [{"name": "/srv/somebody/text.txt", "documents": 3, "sha256": "cd"}]
             }
         },
         "transfer": {"tokens": 300, "history": history()},
@@ -106,7 +106,7 @@ def save_run(folder, *, pictures=True, found=None, **settings):
     folder.mkdir(parents=True)
     (folder / "results.json").write_text(json.dumps(results() if found is None else found))
     recipe = Recipe.model_validate(
-        {"model": {"path": "/home/somebody/models/tiny"}, "data": {"max_tokens": 9}, **settings}
+        {"model": {"path": "/srv/somebody/models/tiny"}, "data": {"max_tokens": 9}, **settings}
     )
     (folder / "recipe.yaml").write_text(recipe.dump())
     if pictures:

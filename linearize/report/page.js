@@ -49,7 +49,8 @@ function plot(div, figure) {
   layout.modebar = { bgcolor: "rgba(0,0,0,0)", color: layout.font.color, activecolor: layout.font.color };
   layout.dragmode = COARSE.matches ? false : "zoom"; // a finger scrolls the page
   const width = div.classList.contains("square") ? PAPER_WIDTH / 2 - 12 : PAPER_WIDTH;
-  Object.assign(layout, paper ? { width, autosize: false } : { autosize: true });
+  const height = Math.round(0.8 * layout.height);
+  Object.assign(layout, paper ? { width, height, autosize: false } : { autosize: true });
   Plotly.react(div, traces, layout, CONFIG);
 }
 
@@ -168,7 +169,7 @@ class Viewer {
           ticktext: ["0.0001", "0.001", "0.01", "0.1", "1"] },
       }],
       layout: this.layout({
-        height: paper ? 300 : 360,
+        height: 360,
         shapes: [
           ...(T > W + N ? [line(N - .5, W + N - .5, T - W - .5, T - .5)] : []),
           ...(N && T > W + N ? [line(N - .5, W + N - .5, N - .5, T - .5)] : []),

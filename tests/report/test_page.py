@@ -54,7 +54,7 @@ def test_values_are_escaped(page):
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        ("/home/somebody/my model", "my model"),
+        ("/srv/somebody/my model", "my model"),
         ("~/text/*.txt", "*.txt"),
         (r"C:\Users\somebody\text.txt", "text.txt"),
         ("/data/folder/", "folder"),
