@@ -104,10 +104,8 @@ def finetune(
             copy.deepcopy(model).requires_grad_(False) if method == "full" and weights[1] else None
         )
         if method == "lora":
-            trained, autocast = (
-                add_lora(model, targets, rank=rank, alpha=alpha, train_linearized=train_new),
-                None,
-            )
+            trained = add_lora(model, targets, rank=rank, alpha=alpha, train_linearized=train_new)
+            autocast = None
         else:
             trained, autocast = model, model.dtype if model.dtype == torch.bfloat16 else None
             stack.enter_context(_fp32_weights(model, train_linearized=train_new))
