@@ -418,6 +418,31 @@ def serve(
     serve(model, host=host, port=port, dtype=dtype, device=device)
 
 
+@app.command(name="import-lolcats")
+def import_lolcats(
+    base: Annotated[str, typer.Argument(help="The softmax model that was linearized.")],
+    output_dir: Annotated[Path, typer.Argument(help="Folder to write.")],
+    file: Annotated[list[Path], typer.Option(help="Torch file: maps, then LoRA; repeat it.")],
+    model_config: Annotated[Path, typer.Option(help="YAML file of the model.")],
+    finetune_config: Annotated[Path | None, typer.Option(help="YAML file of stage 2.")] = None,
+    dtype: DType = "auto",
+) -> None:
+    """Brings a published LoLCATs checkpoint into this format. Its files are only read as tensors.
+
+    [bold]Example[/]
+
+    linearize import-lolcats meta-llama/Llama-3.1-8B models/lolcats --file distill.pt --file lora.pt
+    --model-config distill_llama3_1_8b_lk_smd_wtk64_fd64_w01.yaml
+    --finetune-config finetune_lora_qkvo_alpaca_clean.yaml
+    """
+    from linearize.importing import import_lolcats_folder
+
+    folder = import_lolcats_folder(
+        base, list(file), model_config, output_dir, finetune_config=finetune_config, dtype=dtype
+    )
+    Console().print(Text(f"saved to {folder}"))
+
+
 @app.command()
 def schema(
     as_json: Annotated[bool, typer.Option("--json", help="JSON schema, for editors.")] = False,

@@ -197,6 +197,18 @@ def test_run_takes_overrides_and_a_folder(call, recipe, tmp_path):
     assert "window: 3" in (tmp_path / "other" / "recipe.yaml").read_text()
 
 
+def test_import_of_a_checkpoint_that_is_not_there(call, base, tmp_path):
+    options = ("--file", tmp_path / "maps.pt", "--model-config", tmp_path / "model.yaml")
+    code, _, err = call("import-lolcats", base, tmp_path / "out", *options)
+    assert code == 2
+    assert "model.yaml: no such file; name the YAML file of the checkpoint" in err
+
+
+def test_serve_names_a_model_that_is_not_there(call, tmp_path):
+    code, _, err = call("serve", tmp_path / "gone")
+    assert code == 2 and "gone" in err
+
+
 def test_run_names_a_tracker_that_nobody_knows(call, recipe):
     code, _, err = call("run", recipe, "--report-to", "paper", "--device", "cpu")
     assert code == 2
