@@ -71,7 +71,8 @@ def check_model(model):
             "with AutoModelForCausalLM, and merge adapters before (merge_and_unload)"
         )
     devices = {p.device for p in model.parameters()}
-    if len(devices) > 1 or torch.device("meta") in devices:
+    offloaded = torch.device("meta") in devices and "hf_device_map" in vars(model)
+    if len(devices) > 1 or offloaded:  # wholly on meta it is a plan, as for `inspect`
         raise ValueError(
             "the model is spread over several devices, or offloaded; load it onto one device and "
             "convert it there"

@@ -33,6 +33,7 @@ def inspect(
     feature_dim: int | None = None,
     mixing: str = "calibrated",
     k_map: str = "kv_head",
+    window_kind: str = "sliding",
     lengths: Sequence[int] = LENGTHS,
     dtype: str = "auto",
     revision: str | None = None,
@@ -42,7 +43,7 @@ def inspect(
 
     Args:
         model: A softmax model, or where its config is.
-        layers: As in `convert`, like all up to k_map.
+        layers: As in `convert`, like all up to window_kind.
         lengths: Context lengths to list.
         dtype: Type of the weights and of the key/value cache; "auto" is the config's own.
 
@@ -77,6 +78,7 @@ def inspect(
         feature_dim=feature_dim,
         mixing=mixing,
         k_map=k_map,
+        window_kind=window_kind,
     )
     hidden = _own_window(model.config)
     rows = [

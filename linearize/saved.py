@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -153,6 +152,7 @@ def serve(
         ImportError: The packages of the server are not installed.
         FileNotFoundError: The model is not there.
     """
+    import transformers  # here: it replaces its own module while models are registered
     from transformers.cli.serve import Serve
 
     place, config = loading.locate(model), loading.load_config(model)

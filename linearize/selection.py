@@ -133,7 +133,7 @@ def select(
         "weights": [weights_hash(owner) for owner in (model, base or model)],
     }  # fmt: skip
     record = _Record(output, settings)
-    with ExitStack() as stack, torch.no_grad():
+    with ExitStack() as stack:  # without gradients, as `evaluating` says
         for owner in {id(owner): owner for owner in (model, base or model)}.values():
             stack.enter_context(evaluating(owner))
         scorer = Scorer(model, base or model, probes, progress)

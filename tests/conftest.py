@@ -30,6 +30,15 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(autouse=True)
+def gradients_stay_on():
+    """No test, and nothing that it calls, leaves torch without gradients for the next one."""
+    yield
+    left_on = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert left_on, "gradients are off after this test"
+
+
 @pytest.fixture
 def stories260k():
     """Folder of a tiny Llama that has learned to tell stories."""

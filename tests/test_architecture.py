@@ -27,9 +27,9 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 LONGEST_FILE = 450
 LONGEST_FUNCTION = 60
+LONGEST_KERNEL = 120  # on a GPU a call costs registers, or is inlined and hides what it costs
 LAZY = (
-    "datasets", "jinja2", "pandas", "peft", "plotly", "pyarrow", "pydantic", "rich", "triton",
-    "typer",
+    "datasets", "jinja2", "pandas", "peft", "plotly", "pyarrow", "pydantic", "rich", "typer",
 )  # fmt: skip
 NOT_NAMES = {"base", "common", "core", "helper", "helpers", "manager", "misc", "util", "utils"}
 
@@ -83,7 +83,7 @@ def test_yaml_and_pydantic_stop_at_recipe():
 
 def test_the_terminal_stops_at_cli():
     users = {name(path) for path in MODULES if {"rich", "typer"} & imported_packages(path)}
-    assert users <= {"linearize/cli.py", "linearize/tables.py"}
+    assert users <= {*(name(path) for path in PACKAGE.glob("cli/*.py")), "linearize/tables.py"}
 
 
 def test_every_third_party_import_is_a_declared_dependency():
@@ -118,7 +118,8 @@ def test_files_and_functions_are_small(path):
         if isinstance(node, ast.FunctionDef) and len(node.body) > 1:
             first = node.body[1 if ast.get_docstring(node) else 0]
             length = node.end_lineno - first.lineno + 1
-            assert length <= LONGEST_FUNCTION, (
+            kernel = any("jit" in ast.unparse(mark) for mark in node.decorator_list)
+            assert length <= (LONGEST_KERNEL if kernel else LONGEST_FUNCTION), (
                 f"{name(path)}:{node.lineno}: {node.name}, {length} lines"
             )
 

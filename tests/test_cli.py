@@ -83,7 +83,7 @@ def test_help_teaches_with_examples(call, wide, command):
     code, out, _ = call(command, "--help")
     assert code == 0
     assert f"linearize {command} " in out.partition("Examples")[2]
-    assert "--json" in out
+    assert "--json" in out or command == "serve"  # which prints nothing of its own
 
 
 def test_help_lists_the_commands(call, wide):

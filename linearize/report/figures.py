@@ -23,6 +23,7 @@ LOOKS = {  # row: colour, dash, marker
     "linear_only": ("linear", "dot", "triangle-up"),
     "no_attention": ("off", "longdash", "x"),
     "swa_sinks": ("floor", "dashdot", "cross"),
+    "swa_sinks_equal_bytes": ("floor", "longdashdot", "hexagon"),
     "control": ("text", "dot", "star"),
     "teacher_finetuned": ("teacher", "dash", "circle-open"),
     "swa_sinks_finetuned": ("floor", "dash", "cross-open"),

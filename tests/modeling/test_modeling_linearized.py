@@ -40,7 +40,7 @@ from linearize.modeling.modeling_linearized import FAMILIES, family_classes
 
 GENERATE = dict(max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None)
 CODE = {
-    "attention.py", "cache.py", "configuration_linearized.py", "feature_maps.py",
+    "accelerated.py", "attention.py", "cache.py", "configuration_linearized.py", "feature_maps.py",
     "chunked.py", "masking.py", "modeling_linearized.py", "ops.py",
     "rows.py", "softmax.py",
 }  # fmt: skip
