@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from linearize.cli.terminal import (
@@ -79,8 +78,8 @@ def inspect(
 
         report = inspect(
             model, layers=layers_of(layers), softmax_heads=heads_of(softmax_heads or ()),
-            window=window, sinks=sinks, feature_map=feature_map, feature_dim=feature_dim, mixing=mixing,
-            k_map=k_map, lengths=tuple(length or LENGTHS), dtype=dtype,
+            window=window, sinks=sinks, feature_map=feature_map, feature_dim=feature_dim,
+            mixing=mixing, k_map=k_map, lengths=tuple(length or LENGTHS), dtype=dtype,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
     from linearize import tables
