@@ -67,6 +67,107 @@ def shift_windows(
 
 
 @triton.jit
+def _exact(
+    q, k, v, SK, SV, WK_, WV_, seen, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr,
+    N: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
+    RP: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """(m in base 2, mass, acc) of q [RP, D] on the new key, the sinks and the window."""
+    rd, rv, rn = tl.arange(0, DP), tl.arange(0, VP), tl.arange(0, BN)
+    m = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
+    mass = tl.full([RP], 1.0, tl.float32)
+    acc = tl.zeros([RP, VP], tl.float32) + v.to(tl.float32)[None, :]
+    if N > 0:
+        old = (rn < N) & (rn < seen)
+        sk = load_columns(SK, rn, rd, old, D, DP, D)
+        sv = load_rows(SV, rn, rv, old, DV, VP, DV)
+        m, mass, acc = _attend(m, mass, acc, q, sk, sv, old, scale, PREC)
+    for j in range(0, P, BW):
+        i = j + tl.arange(0, BW)
+        there = (i < P) & (seen - P + i >= N)
+        wk = load_columns(WK_, i, rd, there, D, DP, D)
+        wv = load_rows(WV_, i, rv, there, DV, VP, DV)
+        m, mass, acc = _attend(m, mass, acc, q, wk, wv, there, scale, PREC)
+    return m, mass, acc
+
+
+@triton.jit
+def _normalisers(
+    X, W, BIAS, rd, D: tl.constexpr, f: tl.constexpr, BF: tl.constexpr, HEDGEHOG: tl.constexpr
+):
+    """(max y, sum exp(y - max), min y, sum exp(min - y)) of a projection y; the last two only for
+    two halves.
+    """
+    top, low = float("-inf"), float("inf")
+    up, down = 0.0, 0.0
+    for j in range(0, f, BF):
+        rf = j + tl.arange(0, BF)
+        y = _project(X, W, BIAS, rd, rf, D, f, not HEDGEHOG)
+        new = tl.maximum(top, tl.max(tl.where(rf < f, y, float("-inf")), 0))
+        up = up * tl.exp(top - new) + tl.sum(tl.where(rf < f, tl.exp(y - new), 0.0), 0)
+        top = new
+        if HEDGEHOG:
+            new = tl.minimum(low, tl.min(tl.where(rf < f, y, float("inf")), 0))
+            down = down * tl.exp(new - low) + tl.sum(tl.where(rf < f, tl.exp(new - y), 0.0), 0)
+            low = new
+    return top, up, low, down
+
+
+@triton.jit
+def _query_logs(
+    Q, q_h, W, BIAS, rd, rf, rr, half: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    BF: tl.constexpr, D: tl.constexpr, f: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """Log features rf of R query heads, [RP, BF]; -inf where there is none."""
+    logs = tl.full([RP, BF], float("-inf"), tl.float32)
+    for r in tl.static_range(R):
+        y = _project(Q + r * q_h, W + r * D * f, BIAS + r * f, rd, rf, D, f, BIASED)
+        y = -y if half == 1 else y
+        logs = tl.where((rr == r)[:, None] & (rf < f)[None, :], y[None, :], logs)
+    return logs
+
+
+@triton.jit
+def _read_and_write(
+    Q, q_h, MQ, BIAS_Q, LEAVING, leaving_v, leaves, MK, BIAS_K, extreme, normaliser, S, Z,
+    narrow: tl.constexpr, half: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    f: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, RP: tl.constexpr, BF: tl.constexpr,
+    BIASED: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """(sum e S, sum e z, sum e, best) of R queries, e = exp(log feature - best), for one half of
+    the features; then the key that leaves the window is added to S and z.
+    """
+    rd, rv, rr = tl.arange(0, DP), tl.arange(0, VP), tl.arange(0, RP)
+    best = tl.full([RP], float("-inf"), tl.float32)
+    total = tl.zeros([RP], tl.float32)
+    part = tl.zeros([RP, VP], tl.float32)
+    weight = tl.zeros([RP], tl.float32)
+    for j in range(0, f, BF):
+        rf = j + tl.arange(0, BF)
+        logs = _query_logs(Q, q_h, MQ, BIAS_Q, rd, rf, rr, half, R, RP, BF, D, f, BIASED)
+        new = tl.maximum(best, tl.max(logs, 1))
+        safe = tl.where(new == float("-inf"), 0.0, new)  # the rows beyond R
+        decay = tl.exp(best - safe)
+        e = tl.exp(logs - safe[:, None])
+        best = new
+        at = rf[:, None] * DV + rv[None, :]
+        there = (rf < f)[:, None] & (rv < DV)[None, :]
+        state = tl.load(S + at, mask=there, other=0.0)
+        z = tl.load(Z + rf, mask=rf < f, other=0.0)
+        total = total * decay + tl.sum(e, 1)
+        weight = weight * decay + tl.sum(e * z[None, :], 1)
+        part = tl.dot(e, state, part * decay[:, None], input_precision=PREC)
+        y = _project(LEAVING, MK, BIAS_K, rd, rf, D, f, BIASED)
+        y = extreme - y if half == 1 else y - extreme
+        # rounded as in prefill, so that both build the same state
+        phi = tl.where(rf < f, tl.exp(y) / normaliser, 0.0) * leaves
+        phi = phi.to(narrow).to(tl.float32)
+        tl.store(S + at, state + phi[:, None] * leaving_v[None, :], mask=there)
+        tl.store(Z + rf, z + phi, mask=rf < f)
+    return part, weight, total, best
+
+
+@triton.jit
 def step_forward(
     Q, K, V, MQ, BIAS_Q, MK, BIAS_K, BETA, ALPHA, S, Z, SK, SV, WK_, WV_, SEEN, OUT,
     q_b, q_h, k_b, k_g, v_b, v_g, scaling,
@@ -78,115 +179,53 @@ def step_forward(
     # Grid (B HS).
     i_h = tl.program_id(0).to(tl.int64)
     b, hs = i_h // HS, i_h % HS
-    g = hs // (HS // G)
-    own = b * G + g
+    g, own = hs // (HS // G), b * G + hs // (HS // G)
     R: tl.constexpr = H // HS
     HALVES: tl.constexpr = 2 if HEDGEHOG else 1
     rd, rv, rr = tl.arange(0, DP), tl.arange(0, VP), tl.arange(0, RP)
-    K += b * k_b + g * k_g
-    V += b * v_b + g * v_g
-    Q += b * q_b + hs * R * q_h
-    SK += own * N * D
-    SV += own * N * DV
-    WK_ += own * P * D
-    WV_ += own * P * DV
+    head = hs * R
+    K, V, Q = K + b * k_b + g * k_g, V + b * v_b + g * v_g, Q + b * q_b + head * q_h
+    SK, SV = SK + own * N * D, SV + own * N * DV
+    WK_, WV_ = WK_ + own * P * D, WV_ + own * P * DV
+    MQ, MK, BIAS_Q, BIAS_K = MQ + head * D * f, MK + hs * D * f, BIAS_Q + head * f, BIAS_K + hs * f
+    S, Z = S + i_h * HALVES * f * DV, Z + i_h * HALVES * f
     seen = tl.load(SEEN + b).to(tl.int32)
     q = load_rows(Q, rr, rd, rr < R, D, DP, q_h)
     k = tl.load(K + rd, mask=rd < D, other=0.0)
     v = tl.load(V + rv, mask=rv < DV, other=0.0)
+    m, mass, acc = _exact(
+        q, k, v, SK, SV, WK_, WV_, seen, scaling * LOG2E, D, DV, P, N, BN, BW, DP, VP, RP, PREC
+    )
+    if (seen < N) & (hs % (HS // G) == 0):
+        tl.store(SK + seen * D + rd, k, mask=rd < D)
+        tl.store(SV + seen * DV + rv, v, mask=rv < DV)
 
-    # exact: the new key, the sinks, the window
-    m = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * (scaling * LOG2E)
-    mass = tl.full([RP], 1.0, tl.float32)
-    acc = tl.zeros([RP, VP], tl.float32) + v.to(tl.float32)[None, :]
-    if N > 0:
-        rn = tl.arange(0, BN)
-        old = (rn < N) & (rn < seen)
-        sk = load_columns(SK, rn, rd, old, D, DP, D)
-        sv = load_rows(SV, rn, rv, old, DV, VP, DV)
-        m, mass, acc = _attend(m, mass, acc, q, sk, sv, old, scaling * LOG2E, PREC)
-        if (seen < N) & (hs % (HS // G) == 0):
-            tl.store(SK + seen * D + rd, k, mask=rd < D)
-            tl.store(SV + seen * DV + rv, v, mask=rv < DV)
-    for j in range(0, P, BW):
-        i = j + tl.arange(0, BW)
-        there = (i < P) & (seen - P + i >= N)
-        wk = load_columns(WK_, i, rd, there, D, DP, D)
-        wv = load_rows(WV_, i, rv, there, DV, VP, DV)
-        m, mass, acc = _attend(m, mass, acc, q, wk, wv, there, scaling * LOG2E, PREC)
-
-    # the key that leaves the window, and the normaliser of its features
+    # the state, tile by tile: read for R queries, then the key that leaves the window is added
     leaves = (seen - P >= N).to(tl.float32)
     LEAVING = WK_ if P > 0 else K
     leaving_v = tl.load((WV_ if P > 0 else V) + rv, mask=rv < DV, other=0.0).to(tl.float32)
-    MK += hs * D * f
-    BIAS_K += hs * f
-    top, low = float("-inf"), float("inf")
-    up, down = 0.0, 0.0
-    for j in range(0, f, BF):
-        rf = j + tl.arange(0, BF)
-        y = _project(LEAVING, MK, BIAS_K, rd, rf, D, f, not HEDGEHOG)
-        new = tl.maximum(top, tl.max(tl.where(rf < f, y, float("-inf")), 0))
-        up = up * tl.exp(top - new) + tl.sum(tl.where(rf < f, tl.exp(y - new), 0.0), 0)
-        top = new
-        if HEDGEHOG:
-            new = tl.minimum(low, tl.min(tl.where(rf < f, y, float("inf")), 0))
-            down = down * tl.exp(new - low) + tl.sum(tl.where(rf < f, tl.exp(new - y), 0.0), 0)
-            low = new
-
-    # the state, tile by tile: read for R queries, added to, written
-    S += i_h * HALVES * f * DV
-    Z += i_h * HALVES * f
+    top, up, low, down = _normalisers(LEAVING, MK, BIAS_K, rd, D, f, BF, HEDGEHOG)
     num = tl.zeros([RP, VP], tl.float32)
     den = tl.zeros([RP], tl.float32)
     scale = tl.zeros([RP], tl.float32)
     for half in tl.static_range(HALVES):
-        best = tl.full([RP], float("-inf"), tl.float32)
-        total = tl.zeros([RP], tl.float32)
-        part = tl.zeros([RP, VP], tl.float32)
-        weight = tl.zeros([RP], tl.float32)
-        for j in range(0, f, BF):
-            rf = j + tl.arange(0, BF)
-            logs = tl.full([RP, BF], float("-inf"), tl.float32)
-            for r in tl.static_range(R):
-                head = hs * R + r
-                y = _project(
-                    Q + r * q_h, MQ + head * D * f, BIAS_Q + head * f, rd, rf, D, f, not HEDGEHOG
-                )
-                y = -y if half == 1 else y
-                logs = tl.where((rr == r)[:, None] & (rf < f)[None, :], y[None, :], logs)
-            new = tl.maximum(best, tl.max(logs, 1))
-            safe = tl.where(new == float("-inf"), 0.0, new)  # the rows beyond R
-            decay = tl.exp(best - safe)
-            e = tl.exp(logs - safe[:, None])
-            at = (half * f + rf)[:, None] * DV + rv[None, :]
-            there = (rf < f)[:, None] & (rv < DV)[None, :]
-            state = tl.load(S + at, mask=there, other=0.0)
-            z = tl.load(Z + half * f + rf, mask=rf < f, other=0.0)
-            total = total * decay + tl.sum(e, 1)
-            weight = weight * decay + tl.sum(e * z[None, :], 1)
-            part = tl.dot(e, state, part * decay[:, None], input_precision=PREC_STATE)
-            best = new
-            y = _project(LEAVING, MK, BIAS_K, rd, rf, D, f, not HEDGEHOG)
-            phi = tl.exp(low - y) / down if half == 1 else tl.exp(y - top) / up
-            phi = (tl.where(rf < f, phi, 0.0) * leaves).to(K.dtype.element_ty).to(tl.float32)
-            # as in prefill: z sums what S was made of
-            tl.store(S + at, state + phi[:, None] * leaving_v[None, :], mask=there)
-            tl.store(Z + half * f + rf, z + phi, mask=rf < f)
+        part, weight, total, best = _read_and_write(
+            Q, q_h, MQ, BIAS_Q, LEAVING, leaving_v, leaves, MK, BIAS_K, low if half else top,
+            down if half else up, S + half * f * DV, Z + half * f, K.dtype.element_ty, half, R, D,
+            DV, f, DP, VP, RP, BF, not HEDGEHOG, PREC_STATE,
+        )  # fmt: skip
         if HEDGEHOG:
             total = tl.where(rr < R, total, 1.0)
             num += part / total[:, None]
             den += weight / total
         else:
-            num, den = part, weight
-            scale = tl.where(rr < R, best, 0.0)
+            num, den, scale = part, weight, tl.where(rr < R, best, 0.0)
 
-    head = tl.where(rr < R, hs * R + rr, 0)
-    log_r = tl.load(BETA + head) + tl.load(ALPHA + head) * m / LOG2E - scale
-    log_r = tl.where(seen - P > N, tl.minimum(tl.maximum(log_r, LOWEST), HIGHEST), 0.0)
-    r = tl.exp(log_r)
+    row = tl.where(rr < R, head + rr, 0)
+    log_r = tl.load(BETA + row) + tl.load(ALPHA + row) * m / LOG2E - scale
+    r = tl.exp(tl.where(seen - P > N, tl.minimum(tl.maximum(log_r, LOWEST), HIGHEST), 0.0))
     out = (acc * r[:, None] + num) / (mass * r + den)[:, None]
-    store_rows(OUT + (b * H + hs * R) * DV, out, rr, rv, rr < R, DV, VP, DV)
+    store_rows(OUT + (b * H + head) * DV, out, rr, rv, rr < R, DV, VP, DV)
     if HS == G and P > 0:
         _shift(WK_, K, P, D, DP, BW)
         _shift(WV_, V, P, DV, VP, BW)

@@ -35,6 +35,27 @@ def _attend(m, mass, best, acc, scores, v, index, SAVE: tl.constexpr, PREC: tl.c
 
 
 @triton.jit
+def _add_linear(
+    acc, den, FQ, FK, V, HST, HZ, t, rv, real, low, DV: tl.constexpr, VP: tl.constexpr,
+    F: tl.constexpr, FP: tl.constexpr, BF: tl.constexpr, C: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """acc and den with the prefix state and the triangle of keys t before queries t."""
+    A = tl.zeros([C, C], tl.float32)
+    for f in range(0, FP, BF):
+        rf = f + tl.arange(0, BF)
+        fq = load_rows(FQ, t, rf, real, F, FP, F)
+        fk = load_columns(FK, t, rf, real, F, FP, F)
+        state = load_rows(HST, rf, rv, rf < F, DV, VP, DV)
+        z = tl.load(HZ + rf, mask=rf < F, other=0.0)
+        den += tl.sum(fq.to(tl.float32) * z[None, :], 1)
+        acc = tl.dot(fq.to(state.dtype), state, acc, input_precision=PREC)
+        A = tl.dot(fq, fk, A, input_precision=PREC)
+    A = tl.where((t[None, :] < t[:, None]) & (t >= low)[None, :], A, 0.0)
+    v = load_rows(V, t, rv, real, DV, VP, DV)
+    return tl.dot(A.to(v.dtype), v, acc, input_precision=PREC), den + tl.sum(A, 1)
+
+
+@triton.jit
 def output_forward(
     Q, K, V, SK, SV, FQ, FK, SCALE, BETA, ALPHA, SEEN, HST, HZ, OUT, M, LSE, DEN, BEST,
     q_b, q_h, q_t, o_b, o_h, o_t, T, chunks, scaling,
@@ -89,23 +110,10 @@ def output_forward(
     acc = acc * r[:, None]
     den = mass * r
 
-    HST += (hs * chunks + c) * F * DV
-    HZ += (hs * chunks + c) * F
-    i = c * C + rc
-    A = tl.zeros([C, C], tl.float32)
-    for f in range(0, FP, BF):
-        rf = f + tl.arange(0, BF)
-        fq = load_rows(FQ + i_h * T * F, t, rf, real, F, FP, F)
-        fk = load_columns(FK + hs * T * F, i, rf, i < T, F, FP, F)
-        state = load_rows(HST, rf, rv, rf < F, DV, VP, DV)
-        z = tl.load(HZ + rf, mask=rf < F, other=0.0)
-        den += tl.sum(fq.to(tl.float32) * z[None, :], 1)
-        acc = tl.dot(fq.to(state.dtype), state, acc, input_precision=PREC)
-        A = tl.dot(fq, fk, A, input_precision=PREC)
-    A = tl.where((i[None, :] < t[:, None]) & (i >= low)[None, :], A, 0.0)
-    den += tl.sum(A, 1)
-    v = load_rows(V, i, rv, i < T, DV, VP, DV)
-    acc = tl.dot(A.to(v.dtype), v, acc, input_precision=PREC)
+    acc, den = _add_linear(
+        acc, den, FQ + i_h * T * F, FK + hs * T * F, V, HST + (hs * chunks + c) * F * DV,
+        HZ + (hs * chunks + c) * F, t, rv, real, low, DV, VP, F, FP, BF, C, PREC,
+    )  # fmt: skip
     den = tl.where(real, den, 1.0)
     store_rows(OUT + b * o_b + h * o_h, acc / den[:, None], t, rv, real, DV, VP, o_t)
     if SAVE:
