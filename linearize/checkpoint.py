@@ -120,7 +120,9 @@ def load_adapter(path: str | Path, config: PreTrainedConfig, **kwargs: Any) -> n
             "differ"
         )
     dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
-    base = base.to(config.dtype if dtype in (None, "auto") else dtype)
+    dtype = config.dtype if dtype in (None, "auto") else dtype
+    if base.dtype != dtype:  # .to() would round rotary frequencies, which stay fp32
+        base = _load_base(delta["base_model"], delta["revision"], dtype=dtype, **where)
     model: Any = convert(base, **{name: getattr(section, name) for name in CONVERT})
     files = {name: kwargs[name] for name in FOR_THE_FILES if kwargs.get(name) is not None}
     stored: Any = cached_file(path, NEW_PARAMETERS, subfolder=delta["subfolder"], **files)
@@ -182,7 +184,9 @@ def _put(model: nn.Module, parameters: dict[str, torch.Tensor], path: str | Path
     model.load_state_dict(parameters, strict=False)
 
 
-def _load_base(name: str | Path, revision: str | None, **where: Any) -> nn.Module:
+def _load_base(
+    name: str | Path, revision: str | None, *, dtype: Any = "auto", **where: Any
+) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(
-        locate(name), revision=revision, dtype="auto", **where
+        locate(name), revision=revision, dtype=dtype, **where
     )

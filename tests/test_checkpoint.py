@@ -81,12 +81,23 @@ def test_loaded_model_is_saved_whole(base, ids, tmp_path):
     assert torch.equal(logits_of(again, ids), logits_of(loaded, ids))
 
 
+def test_bf16_adapter_answers_like_its_model(base, ids, tmp_path):
+    folder = tmp_path / "bf16"
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(folder)
+    model = trained(folder, lora=False)
+    save_adapter(model, tmp_path / "adapter", folder)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(logits_of(loaded, ids), logits_of(model, ids))
+
+
 def test_dtype_and_loading_info_are_heard(base, ids, tmp_path):
     save_adapter(trained(base), tmp_path, base)
     loaded, info = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.bfloat16, output_loading_info=True
     )
     assert info["missing_keys"] == set()
+    assert loaded.model.rotary_emb.inv_freq.dtype == torch.float32
     for name, parameter in loaded.named_parameters():
         assert parameter.dtype == (torch.float32 if ".linearized." in name else torch.bfloat16), (
             name
