@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-UNITS = ("", "k", "M", "G", "T", "P", "E", "Z")
+UNITS = ("", "k", "M", "G", "T", "P", "E")
 BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 ROW_NAMES = {
     "control": "control (window covers all)",

@@ -18,7 +18,15 @@ def printed(renderable):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (999, "999"), (999.6, "1 k"), (1234, "1.23 k"), (5e7, "50 M"), (3e20, "3e+05 P")],
+    [
+        (0, "0"),
+        (999, "999"),
+        (999.6, "1 k"),
+        (1234, "1.23 k"),
+        (5e7, "50 M"),
+        (3e20, "300 E"),
+        (3e23, "3e+05 E"),
+    ],
 )
 def test_numbers(value, text):
     assert tables.number(value) == text
