@@ -71,8 +71,8 @@ def check_model(model):
             "with AutoModelForCausalLM, and merge adapters before (merge_and_unload)"
         )
     devices = {p.device for p in model.parameters()}
-    offloaded = torch.device("meta") in devices and "hf_device_map" in vars(model)
-    if len(devices) > 1 or offloaded:  # wholly on meta it is a plan, as for `inspect`
+    offloaded = any("_hf_hook" in vars(module) for module in model.modules())  # by accelerate
+    if len(devices) > 1 or (offloaded and torch.device("meta") in devices):
         raise ValueError(
             "the model is spread over several devices, or offloaded; load it onto one device and "
             "convert it there"

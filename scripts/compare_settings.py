@@ -39,7 +39,7 @@ from linearize.recipe import ConvertSection, load_recipe
 from linearize.training import collate
 from linearize.transfer import transfer_attention
 
-NOT_HEADS = ("layers",)  # of `convert`: what is recorded decides it
+NOT_HEADS = ("layers", "softmax_heads")  # of `convert`: what is recorded decides it
 KL_QUERIES = 64
 
 
@@ -166,6 +166,7 @@ class RecordedLayer(nn.Module):
     def __init__(self, heads, layer_idx):
         super().__init__()
         self.linearized, self.layer_idx = heads, layer_idx
+        self.linearize_heads = tuple(range(heads.num_kv_heads))
 
 
 class Recorded(nn.Module):

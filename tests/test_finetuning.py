@@ -277,7 +277,7 @@ def test_a_killed_stage_goes_on_with_the_rows_in_its_cache(tmp_path, monkeypatch
 
 
 def test_the_size_of_the_cache_is_limited_by_the_length_of_training(tmp_path, caplog):
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="linearize")
     options = {**STAGE, "top_k": 5, "teacher_cache": tmp_path / "cache", "accumulation": 1}
     for name, length, tokens in (
         ("rows", dict(max_steps=9), 48), ("steps", dict(max_steps=1), 24),

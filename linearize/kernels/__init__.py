@@ -6,6 +6,5 @@ kernel can.
 """
 
 from .choice import find, find_step
-from .operators import hybrid, hybrid_step
 
-__all__ = ["find", "find_step", "hybrid", "hybrid_step"]
+__all__ = ["find", "find_step"]

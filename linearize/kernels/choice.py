@@ -14,7 +14,6 @@ import os
 
 import torch
 
-from . import operators
 from .configs import TABLE, architecture, interpreted
 
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -55,7 +54,7 @@ def find(
     reason = (
         "the keys have log features" if log_k else "rows are padded" if padded else None
     ) or _unable(q, k, v, window, sinks, features, softcap, sink_logit, linear, terraced)
-    return _decide("prefill and training", q, v, reason, operators.hybrid, mode)
+    return _decide("prefill and training", q, v, reason, "hybrid", mode)
 
 
 def find_step(
@@ -82,11 +81,11 @@ def find_step(
     else:
         features = state[0].shape[2]
         reason = _unable(q, k, v, window, sinks, features, softcap, sink_logit, linear, terraced)
-    return _decide("decoding", q, v, reason, operators.hybrid_step, mode)
+    return _decide("decoding", q, v, reason, "hybrid_step", mode)
 
 
-def _decide(what, q, v, reason, function, mode):
-    """The function, or None, said once; reason is why the operator cannot be done, or None."""
+def _decide(what, q, v, reason, name, mode):
+    """The named operator, or None, said once; reason is why the operator cannot be done, or None."""
     mode = mode or os.environ.get("LINEARIZE_KERNELS", "auto")
     if mode not in MODES:
         raise ValueError(
@@ -98,7 +97,9 @@ def _decide(what, q, v, reason, function, mode):
         reason = _unavailable(q.device, mode) or reason
     if reason is None:
         _say(f"{what}: triton kernels ({architecture(q.device)}, {str(v.dtype)[6:]})")
-        return function
+        from . import operators  # torch imports Triton to register one
+
+        return getattr(operators, name)
     if mode == "triton":
         raise ValueError(
             f"LINEARIZE_KERNELS: the kernels cannot do this ({what}): {reason}; "

@@ -29,11 +29,14 @@ _SM_90 = {
     ("step", 128): dict(BF=32, BW=64, num_warps=8, num_stages=2),
 }
 _SM_80 = _SM_90 | {
+    ("state", 64): dict(BF=64, BV=64, num_warps=8, num_stages=3),
+    ("state", 128): dict(BF=64, BV=64, num_warps=8, num_stages=3),
     ("features", 64): dict(BF=32, num_warps=8, num_stages=1),
     ("features", 128): dict(BF=32, num_warps=8, num_stages=1),
 }
 _GFX942 = {key: row | dict(num_warps=4) for key, row in _SM_90.items()} | {
     ("keys", 64): dict(BQ=32, num_warps=4, num_stages=2),
+    ("rows", 128): dict(num_warps=4, num_stages=1),  # two stages exceed 64 KB
 }
 TABLE = {"sm_90": _SM_90, "sm_80": _SM_80, "gfx942": _GFX942, "interpreter": _SM_90}
 CHUNK = 64

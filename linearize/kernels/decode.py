@@ -102,7 +102,7 @@ def _normalisers(
     up, down = 0.0, 0.0
     for j in range(0, f, BF):
         rf = j + tl.arange(0, BF)
-        y = _project(X, W, BIAS, rd, rf, D, f, not HEDGEHOG)
+        y = _project(X, W, BIAS, rd, rf, D, f, not HEDGEHOG)  # pyrefly: ignore
         new = tl.maximum(top, tl.max(tl.where(rf < f, y, float("-inf")), 0))
         up = up * tl.exp(top - new) + tl.sum(tl.where(rf < f, tl.exp(y - new), 0.0), 0)
         top = new
@@ -181,7 +181,7 @@ def step_forward(
     b, hs = i_h // HS, i_h % HS
     g, own = hs // (HS // G), b * G + hs // (HS // G)
     R: tl.constexpr = H // HS
-    HALVES: tl.constexpr = 2 if HEDGEHOG else 1
+    HALVES: tl.constexpr = 2 if HEDGEHOG else 1  # pyrefly: ignore
     rd, rv, rr = tl.arange(0, DP), tl.arange(0, VP), tl.arange(0, RP)
     head = hs * R
     K, V, Q = K + b * k_b + g * k_g, V + b * v_b + g * v_g, Q + b * q_b + head * q_h
@@ -212,7 +212,7 @@ def step_forward(
         part, weight, total, best = _read_and_write(
             Q, q_h, MQ, BIAS_Q, LEAVING, leaving_v, leaves, MK, BIAS_K, low if half else top,
             down if half else up, S + half * f * DV, Z + half * f, K.dtype.element_ty, half, R, D,
-            DV, f, DP, VP, RP, BF, not HEDGEHOG, PREC_STATE,
+            DV, f, DP, VP, RP, BF, not HEDGEHOG, PREC_STATE,  # pyrefly: ignore
         )  # fmt: skip
         if HEDGEHOG:
             total = tl.where(rr < R, total, 1.0)

@@ -5,7 +5,8 @@ import logging
 import pytest
 import torch
 
-from linearize.kernels import choice, configs, find, find_step, hybrid
+from linearize.kernels import choice, configs, find, find_step
+from linearize.kernels.operators import hybrid, hybrid_step
 
 CALL = dict(window=4, sinks=1, features=8)
 
@@ -85,7 +86,7 @@ def test_the_step_knows_two_maps_and_owns_its_state(said):
     q, k, v = (x[:, :, :1] for x in tensors())
     state = (torch.zeros(1, 1, 8, 8), torch.zeros(1, 1, 8))
     call = dict(window=4, sinks=1, mode="auto")
-    assert find_step(q, k, v, state, feature_map="centroids", **call) is not None
+    assert find_step(q, k, v, state, feature_map="centroids", **call) is hybrid_step
     assert find_step(q, k, v, state, feature_map=None, **call) is None
     assert "hedgehog and centroids" in said.messages[-1]
     assert find_step(q, k, v, (torch.zeros(1, 2, 8, 4).mT,), feature_map="hedgehog", **call) is None

@@ -21,7 +21,6 @@ from tolerances import (
 )
 from torch.nn.functional import scaled_dot_product_attention
 
-from linearize import kernels
 from linearize.kernels import configs, operators
 from linearize.modeling.accelerated import step_in_place
 from linearize.modeling.chunked import hybrid_chunked, hybrid_packed
@@ -139,7 +138,7 @@ def test_the_gradient_of_the_row_scale():
 
     state, op = start_of(case), replace(double(case).op, phi_q=logs, phi_k=logs)
     keys, values = (torch.cat(x, 2) for x in ((state.window_k, k), (state.window_v, v)))
-    out, _, _ = kernels.hybrid(
+    out, _, _ = operators.hybrid(
         q, keys, values, state.sink_k, state.sink_v, fq, fk, scale, case.op.beta, case.op.alpha,
         state.S, state.z, state.seen, window=4, scaling=case.op.scaling,
     )  # fmt: skip
