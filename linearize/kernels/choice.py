@@ -85,7 +85,7 @@ def find_step(
 
 
 def _decide(what, q, v, reason, name, mode):
-    """The named operator, or None, said once; reason says why it cannot be done, or is None."""
+    """The named operator, or None, said once; reason is why it cannot be done, or None."""
     mode = mode or os.environ.get("LINEARIZE_KERNELS", "auto")
     if mode not in MODES:
         raise ValueError(

@@ -19,13 +19,13 @@ from .tiles import HIGHEST, LOG2E, LOWEST, load_columns, load_rows, store_rows
 
 
 @triton.jit
-def _project(X, W, BIAS, rd, rf, D: tl.constexpr, f: tl.constexpr, BIASED: tl.constexpr):
+def _project(X, W, BIAS, rd, rf, D: tl.constexpr, f: tl.constexpr, HALVES: tl.constexpr):
     """The projection xW + b of one row, for the features rf: fp32, -inf beyond f."""
     x = tl.load(X + rd, mask=rd < D, other=0.0).to(tl.float32)
     there = (rd < D)[:, None] & (rf < f)[None, :]
     w = tl.load(W + rd[:, None] * f + rf[None, :], mask=there, other=0.0).to(tl.float32)
     y = tl.sum(x[:, None] * w, 0)
-    if BIASED:
+    if HALVES == 1:
         y += tl.load(BIAS + rf, mask=rf < f, other=0.0).to(tl.float32)
     return y
 
@@ -93,7 +93,7 @@ def _exact(
 
 @triton.jit
 def _normalisers(
-    X, W, BIAS, rd, D: tl.constexpr, f: tl.constexpr, BF: tl.constexpr, HEDGEHOG: tl.constexpr
+    X, W, BIAS, rd, D: tl.constexpr, f: tl.constexpr, BF: tl.constexpr, HALVES: tl.constexpr
 ):
     """(max y, sum exp(y - max), min y, sum exp(min - y)) of a projection y; the last two only for
     two halves.
@@ -102,11 +102,11 @@ def _normalisers(
     up, down = 0.0, 0.0
     for j in range(0, f, BF):
         rf = j + tl.arange(0, BF)
-        y = _project(X, W, BIAS, rd, rf, D, f, not HEDGEHOG)  # pyrefly: ignore
+        y = _project(X, W, BIAS, rd, rf, D, f, HALVES)
         new = tl.maximum(top, tl.max(tl.where(rf < f, y, float("-inf")), 0))
         up = up * tl.exp(top - new) + tl.sum(tl.where(rf < f, tl.exp(y - new), 0.0), 0)
         top = new
-        if HEDGEHOG:
+        if HALVES == 2:
             new = tl.minimum(low, tl.min(tl.where(rf < f, y, float("inf")), 0))
             down = down * tl.exp(new - low) + tl.sum(tl.where(rf < f, tl.exp(new - y), 0.0), 0)
             low = new
@@ -116,12 +116,12 @@ def _normalisers(
 @triton.jit
 def _query_logs(
     Q, q_h, W, BIAS, rd, rf, rr, half: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-    BF: tl.constexpr, D: tl.constexpr, f: tl.constexpr, BIASED: tl.constexpr,
+    BF: tl.constexpr, D: tl.constexpr, f: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Log features rf of R query heads, [RP, BF]; -inf where there is none."""
     logs = tl.full([RP, BF], float("-inf"), tl.float32)
     for r in tl.static_range(R):
-        y = _project(Q + r * q_h, W + r * D * f, BIAS + r * f, rd, rf, D, f, BIASED)
+        y = _project(Q + r * q_h, W + r * D * f, BIAS + r * f, rd, rf, D, f, HALVES)
         y = -y if half == 1 else y
         logs = tl.where((rr == r)[:, None] & (rf < f)[None, :], y[None, :], logs)
     return logs
@@ -132,7 +132,7 @@ def _read_and_write(
     Q, q_h, MQ, BIAS_Q, LEAVING, leaving_v, leaves, MK, BIAS_K, extreme, normaliser, S, Z,
     narrow: tl.constexpr, half: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     f: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, RP: tl.constexpr, BF: tl.constexpr,
-    BIASED: tl.constexpr, PREC: tl.constexpr,
+    HALVES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """(sum e S, sum e z, sum e, best) of R queries, e = exp(log feature - best), for one half of
     the features; then the key that leaves the window is added to S and z.
@@ -144,7 +144,7 @@ def _read_and_write(
     weight = tl.zeros([RP], tl.float32)
     for j in range(0, f, BF):
         rf = j + tl.arange(0, BF)
-        logs = _query_logs(Q, q_h, MQ, BIAS_Q, rd, rf, rr, half, R, RP, BF, D, f, BIASED)
+        logs = _query_logs(Q, q_h, MQ, BIAS_Q, rd, rf, rr, half, R, RP, BF, D, f, HALVES)
         new = tl.maximum(best, tl.max(logs, 1))
         safe = tl.where(new == float("-inf"), 0.0, new)  # the rows beyond R
         decay = tl.exp(best - safe)
@@ -157,7 +157,7 @@ def _read_and_write(
         total = total * decay + tl.sum(e, 1)
         weight = weight * decay + tl.sum(e * z[None, :], 1)
         part = tl.dot(e, state, part * decay[:, None], input_precision=PREC)
-        y = _project(LEAVING, MK, BIAS_K, rd, rf, D, f, BIASED)
+        y = _project(LEAVING, MK, BIAS_K, rd, rf, D, f, HALVES)
         y = extreme - y if half == 1 else y - extreme
         # rounded as in prefill, so that both build the same state
         phi = tl.where(rf < f, tl.exp(y) / normaliser, 0.0) * leaves
@@ -174,14 +174,13 @@ def step_forward(
     H: tl.constexpr, G: tl.constexpr, HS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     f: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
     DP: tl.constexpr, VP: tl.constexpr, RP: tl.constexpr, BF: tl.constexpr,
-    HEDGEHOG: tl.constexpr, PREC: tl.constexpr, PREC_STATE: tl.constexpr,
+    HALVES: tl.constexpr, PREC: tl.constexpr, PREC_STATE: tl.constexpr,
 ):  # fmt: skip
     # Grid (B HS).
     i_h = tl.program_id(0).to(tl.int64)
     b, hs = i_h // HS, i_h % HS
     g, own = hs // (HS // G), b * G + hs // (HS // G)
     R: tl.constexpr = H // HS
-    HALVES: tl.constexpr = 2 if HEDGEHOG else 1  # pyrefly: ignore
     rd, rv, rr = tl.arange(0, DP), tl.arange(0, VP), tl.arange(0, RP)
     head = hs * R
     K, V, Q = K + b * k_b + g * k_g, V + b * v_b + g * v_g, Q + b * q_b + head * q_h
@@ -204,7 +203,7 @@ def step_forward(
     leaves = (seen - P >= N).to(tl.float32)
     LEAVING = WK_ if P > 0 else K
     leaving_v = tl.load((WV_ if P > 0 else V) + rv, mask=rv < DV, other=0.0).to(tl.float32)
-    top, up, low, down = _normalisers(LEAVING, MK, BIAS_K, rd, D, f, BF, HEDGEHOG)
+    top, up, low, down = _normalisers(LEAVING, MK, BIAS_K, rd, D, f, BF, HALVES)
     num = tl.zeros([RP, VP], tl.float32)
     den = tl.zeros([RP], tl.float32)
     scale = tl.zeros([RP], tl.float32)
@@ -212,9 +211,9 @@ def step_forward(
         part, weight, total, best = _read_and_write(
             Q, q_h, MQ, BIAS_Q, LEAVING, leaving_v, leaves, MK, BIAS_K, low if half else top,
             down if half else up, S + half * f * DV, Z + half * f, K.dtype.element_ty, half, R, D,
-            DV, f, DP, VP, RP, BF, not HEDGEHOG, PREC_STATE,  # pyrefly: ignore
+            DV, f, DP, VP, RP, BF, HALVES, PREC_STATE,
         )  # fmt: skip
-        if HEDGEHOG:
+        if HALVES == 2:
             total = tl.where(rr < R, total, 1.0)
             num += part / total[:, None]
             den += weight / total
@@ -249,7 +248,8 @@ def step(
     step_forward[(B * HS,)](
         q, k, v, map_q, bias_q, map_k, bias_k, beta, alpha, S, z, sink_k, sink_v, window_k,
         window_v, seen, o, *strides, scaling, H=H, G=G, HS=HS, D=D, DV=DV, f=f, P=P, N=N,
-        RP=padded(H // HS), HEDGEHOG=hedgehog, PREC=precision, PREC_STATE=precision_state, **meta,
+        RP=padded(H // HS), HALVES=2 if hedgehog else 1, PREC=precision,
+        PREC_STATE=precision_state, **meta,
     )  # fmt: skip
     if HS != G and P:
         shift_windows[(B * G,)](

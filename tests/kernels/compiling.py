@@ -87,7 +87,7 @@ def compiled(kernel, arch, *, D, F, W, HS=8, **overrides):
     options = {key: meta.pop(key) for key in ("num_warps", "num_stages")}
     constants = SHAPE | meta | dict(
         HS=HS, D=D, DV=D, F=F, f=F, C=CHUNK, W=W, P=W - 1, RP=padded(SHAPE["H"] // HS),
-        SCALED=True, SAVE=True, HEDGEHOG=False, PREC="ieee",
+        SCALED=True, SAVE=True, HALVES=1, PREC="ieee",
         PREC_STATE="ieee" if arch == "gfx942" else "tf32x3",
     )  # fmt: skip
     constants = {p.name: constants[p.name] for p in function.params if p.name in constants}
