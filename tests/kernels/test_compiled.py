@@ -22,7 +22,7 @@ def rows():
         )
 
 
-@pytest.mark.parametrize(("name", "budget"), rows())
+@pytest.mark.parametrize(("name", "budget"), list(rows()))
 def test_a_kernel_stays_within_its_budget(name, budget):
     import compiling
 
