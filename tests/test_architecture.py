@@ -102,7 +102,8 @@ def test_every_third_party_import_is_a_declared_dependency():
 
 def test_importing_the_package_is_light():
     code = (
-        "import sys, torch, transformers; before = set(sys.modules); import linearize;"
+        # torch's compiler, which transformers loads, imports Triton where it is installed
+        "import sys, torch._dynamo, transformers; before = set(sys.modules); import linearize;"
         "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

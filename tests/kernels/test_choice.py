@@ -1,6 +1,8 @@
 """Which path a call takes, and what is said about it. No kernel runs here."""
 
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -110,6 +112,16 @@ def test_a_gpu_without_a_row(monkeypatch):
     monkeypatch.setattr(choice, "architecture", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU 9000")
     assert choice._unavailable(torch.device("cuda"), "auto").startswith("GPU 9000 is none of")
+
+
+def test_asking_for_a_kernel_loads_none_on_a_cpu():
+    code = (
+        "import sys, torch; from linearize import kernels; x = torch.zeros(1, 1, 3, 8);"
+        "kernels.find(x, x, x, window=4, sinks=1, features=8);"
+        "print(*(m for m in sys.modules if m.startswith('linearize.kernels.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == {"linearize.kernels.choice", "linearize.kernels.configs"}
 
 
 def test_every_architecture_has_every_row():
