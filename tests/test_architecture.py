@@ -29,7 +29,8 @@ LONGEST_FILE = 450
 LONGEST_FUNCTION = 60
 LONGEST_KERNEL = 120  # on a GPU a call costs registers, or is inlined and hides what it costs
 LAZY = (
-    "datasets", "jinja2", "pandas", "peft", "plotly", "pyarrow", "pydantic", "rich", "typer",
+    "datasets", "jinja2", "pandas", "peft", "plotly", "pyarrow", "pydantic", "rich", "triton",
+    "typer",
 )  # fmt: skip
 NOT_NAMES = {"base", "common", "core", "helper", "helpers", "manager", "misc", "util", "utils"}
 
