@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+pytest.importorskip("triton", reason='needs pip install -e ".[dev]"')
+
 from linearize.kernels import configs, decode, out, state
 from linearize.kernels.roofline import (
     Shape,
