@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from linearize.modeling.ops import EMPTY, compute_dtype, masks
+from linearize.modeling.ops import EMPTY, compute_dtype, masks, take
 
 LOWEST_LOG_WEIGHT = (
     -23.0
@@ -58,11 +58,11 @@ def teacher_log_weights(
 
 def teacher_scores(q, k, queries, *, scaling, softcap=None, valid=None, documents=None):
     """Scores [B, H, Q, T] of causal softmax attention; as in `teacher_log_weights`."""
-    B, H, T, D = q.shape
+    B, _, T, _ = q.shape
     dtype = compute_dtype(q)
     valid = torch.ones(B, T, dtype=torch.bool, device=q.device) if valid is None else valid
     exact, linear = masks(valid, documents, T, 0, queries)
-    q = q.gather(2, queries[:, None, :, None].expand(B, H, -1, D))
+    q = take(q, queries)
     grouped = q.to(dtype).unflatten(1, (k.shape[1], -1))  # [B, G, H / G, Q, D]
     scores = scaling * (grouped @ k.to(dtype).mT.unsqueeze(2)).flatten(1, 2)  # [B, H, Q, T]
     if softcap is not None:

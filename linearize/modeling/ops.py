@@ -192,12 +192,12 @@ def hybrid_quadratic(op, q, k, v, *, valid=None, documents=None, queries=None):
     exact in exact arithmetic, but a key far above the visible ones costs digits; the chunked form
     has no such limit.
     """
-    B, H, T, D = q.shape
+    B, _, T, _ = q.shape
     valid = torch.ones(B, T, dtype=torch.bool, device=q.device) if valid is None else valid
     settings = op.window, op.sinks, queries, op.window_kind
     exact, linear = (m[:, None] for m in masks(valid, documents, *settings))
     if queries is not None:
-        q = q.gather(2, queries[:, None, :, None].expand(B, H, -1, D))
+        q = take(q, queries)
     wide, G = compute_dtype(q), k.shape[1]
     scores = op.scores(
         (group(q.to(wide), G) @ k.to(wide).mT.unsqueeze(2)).flatten(1, 2)
