@@ -21,6 +21,7 @@ from linearize.modeling.ops import masks
 from linearize.modeling.rows import take_rows
 from linearize.modeling.softmax import place_heads
 from linearize.training import evaluating
+from linearize.transfer import exact_tokens
 
 MEASURES = ("output_error", "attention_kl", "beyond_window", "student_beyond_window")
 MAX_QUERIES = 128  # rows of weights of one text
@@ -60,7 +61,7 @@ def fidelity(
     """
     check_converted(model, "fidelity")
     sums: dict[int, Tensor] = {layer: torch.zeros(6, 1) for layer in linearized_modules(model)}
-    exact = sum(window_and_sinks(model))
+    exact = exact_tokens(model)
     windows = read_text(tokenizer, text).windows(length=length)
     read = 0
     with evaluating(model):
@@ -84,7 +85,7 @@ def _sums_of_window(model: nn.Module, ids: Tensor) -> dict[int, Tensor]:
     teacher's and the student's weight beyond the window, and the number of queries.
     """
     window, sinks = window_and_sinks(model)
-    queries = spread(window + sinks, ids.shape[1]).to(ids.device)[None]  # [1, Q]
+    queries = spread(exact_tokens(model), ids.shape[1]).to(ids.device)[None]  # [1, Q]
     everything = torch.ones_like(ids, dtype=torch.bool)
     sums = {}
 

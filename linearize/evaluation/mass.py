@@ -20,6 +20,7 @@ from linearize.modeling.attention import linearized_modules
 from linearize.modeling.ops import masks
 from linearize.modeling.softmax import place_heads
 from linearize.training import evaluating
+from linearize.transfer import exact_tokens
 
 SCORES = ("scaling", "softcap", "sink_logit", "valid", "documents")
 
@@ -59,7 +60,7 @@ def linear_mass(
     layers = linearized_modules(model)
     if not layers:
         raise ValueError("linear_mass: this model has no linearized layer; convert it first")
-    exact = model.config.linearize_config["window"] + model.config.linearize_config["sinks"]
+    exact = exact_tokens(model)
     windows = read_text(tokenizer, text, bos=bos).windows(length=length)
     shares: dict[int, list[Tensor]] = {layer: [] for layer in layers}  # [2, H] per window
     queries = torch.zeros(1, 0, dtype=torch.long)
