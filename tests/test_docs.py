@@ -116,7 +116,7 @@ def test_files_that_commands_name_exist():
     words = {word for line in commands() for word in line}
     ours = {word for word in words if re.match(r"(recipes|scripts)/\w[\w.-]*$", word)}
     assert {"recipes/quickstart.yaml", "scripts/get_smollm2.py"} <= ours
-    assert [word for word in sorted(ours) if not (ROOT / word).is_file()] == []
+    assert [word for word in sorted(ours) if not (ROOT / word).exists()] == []
 
 
 def test_ci_runs_what_the_readme_says():

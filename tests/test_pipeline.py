@@ -4,6 +4,7 @@ process, generate.
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from conftest import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import linearize
+from linearize.evaluation.ablation import ablation
 from linearize.evaluation.perplexity import perplexity
 
 pytestmark = pytest.mark.slow
@@ -113,3 +115,20 @@ def test_a_fresh_process_generates(finished):
     command += ["--max-new-tokens", "8"]
     printed = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert "Paris" in printed["text"]
+
+
+def test_the_adapter_of_this_repository_fits_the_model_and_uses_its_memory(
+    smollm2, corpus, tmp_path
+):
+    folder = tmp_path / "adapter"
+    shutil.copytree(ROOT / "recipes" / "smollm2-135m-centroids-w64-t2048", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["linearize_config"]["delta"]["base_model"] = str(smollm2)
+    (folder / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    base = AutoModelForCausalLM.from_pretrained(smollm2)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    options = {"length": 1024, "max_tokens": 2048, "progress": False}
+    rows = ablation(model, tokenizer, corpus[1].read_text(), base_model=base, **options)
+    assert rows["converted"]["perplexity"] < 0.8 * rows["window_only"]["perplexity"]
+    assert rows["converted"]["perplexity"] < 2 * rows["teacher"]["perplexity"]

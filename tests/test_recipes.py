@@ -5,6 +5,7 @@ family publishes in its config.json there; the number of parameters, which the h
 them.
 """
 
+import json
 import re
 import shutil
 
@@ -68,6 +69,22 @@ def test_recipe_loads_without_a_warning_and_is_short(file):
     assert len(lines) <= 40
     assert lines[0].startswith("# ") and f"linearize run recipes/{file.name}" in "\n".join(lines)
     assert recipe.output == f"runs/{file.stem}"
+
+
+ADAPTERS = [file.with_suffix("") for file in RECIPES if file.with_suffix("").is_dir()]
+
+
+@pytest.mark.parametrize("folder", ADAPTERS, ids=lambda folder: folder.name)
+def test_an_adapter_is_what_its_recipe_says_and_small(folder):
+    recipe = load_recipe(folder.with_name(f"{folder.name}.yaml"))
+    stored = json.loads((folder / "config.json").read_text())["linearize_config"]
+    section = recipe.convert.model_dump()
+    for key in ("window", "sinks", "feature_map", "mixing", "k_map"):
+        assert stored[key] == section[key], key
+    assert stored["delta"]["base_model"] == recipe.model.path
+    lora = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert (lora["r"], lora["lora_alpha"]) == (recipe.finetune.rank, recipe.finetune.alpha)
+    assert sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) < 20e6
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)

@@ -161,7 +161,7 @@ class _Reference(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor) -> "_Reference":
-        return cls(logits, logits.softmax(-1), logits.logsumexp(-1), logits.argmax(-1))
+        return cls(logits, logits.softmax(-1), logits.logsumexp(-1), logits.max(-1).indices)
 
 
 @dataclass
@@ -181,9 +181,10 @@ class _Scores:
         is_scored = targets != UNSCORED
         total = logits.logsumexp(-1)
         nll = total - logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+        best = logits.max(-1).indices  # on a CPU twice as fast as argmax
         gap = reference.logits - logits
         kl = (reference.p * gap).sum(-1) - reference.total + total  # 0 for the teacher itself
-        agrees = (logits.argmax(-1) == reference.best).float()
+        agrees = (best == reference.best).float()
         values = torch.stack([nll, kl, agrees, torch.ones_like(nll)])
         values = torch.where(is_scored, values, 0).double().cpu()  # [4, B, t]
         positions = torch.arange(begin, begin + targets.shape[1])
