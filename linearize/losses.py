@@ -172,8 +172,7 @@ def with_gradient(value, tensors, gradients):
     """`value` as a scalar whose gradient with respect to `tensors` is the given one.
 
     For losses whose gradient is worked out while they are computed: what autograd would keep until
-        `backward` (rows of
-    weights, logits) can be freed at once.
+    `backward` (rows of weights, logits) can be freed at once.
     """
     if not tensors:
         return value

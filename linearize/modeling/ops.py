@@ -3,9 +3,8 @@ forms share.
 
 Legend: B batch, H query heads, G key/value heads, HS state heads (G, or H when every query head has
 its own map of k), R = H / HS, T tokens, D head size, Dv value size, F features, C chunk, W window,
-N sinks, P earlier tokens that a window
-needs: W - 1, or 2 W - 1 in a terrace, and 0 without a window. Layout [B, H, T, D]. Scores,
-features, normaliser and state are fp32 (fp64 for fp64 input).
+N sinks, P earlier tokens that a window needs: W - 1, or 2 W - 1 in a terrace, and 0 without a
+window. Layout [B, H, T, D]. Scores, features, normaliser and state are fp32 (fp64 for fp64 input).
 
 For a query t of one document, with positions counted among the valid tokens of the document,
 
@@ -330,8 +329,7 @@ def take(x, order):
 
 
 def update_sinks(state, keys, values, start, first):
-    """The sink keys and values after the tokens `keys` [B, G, L, .] at positions start ..
-
+    """The sink keys and values after the tokens `keys` [B, G, L, .] at positions start to
     start + L - 1.
     """
     N = state.sink_k.shape[2]
