@@ -116,7 +116,9 @@ def test_files_that_commands_name_exist():
     words = {word for line in commands() for word in line}
     ours = {word for word in words if re.match(r"(recipes|scripts)/\w[\w.-]*$", word)}
     assert {"recipes/quickstart.yaml", "scripts/get_smollm2.py"} <= ours
-    assert [word for word in sorted(ours) if not (ROOT / word).exists()] == []
+    files = {word: ROOT / word for word in ours}
+    models = {word: file / "config.json" for word, file in files.items() if file.is_dir()}
+    assert [word for word, file in sorted((files | models).items()) if not file.is_file()] == []
 
 
 def test_ci_runs_what_the_readme_says():
